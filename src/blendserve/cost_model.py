@@ -1,0 +1,208 @@
+"""What a request and a step cost on a given device: densities for planning, step times for simulation.
+
+Two sets of rates: the *peak* rates of the data sheet, with which the paper states densities, and the *profiled* ones
+(peak x measured efficiency), with which everything here schedules.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from blendserve.errors import ConfigError
+from blendserve.models import ModelSpec
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """f(compute, memory): time of a step whose compute-bound and memory-bound operators may run together.
+
+    `sum`: one after the other. `max_plus_min`: the shorter one is hidden but for a share `parameter` of it.
+    `p_norm`: (compute^p + memory^p)^(1/p) with p = `parameter`. Source: BlendServe §6.2, "practical optimum".
+    """
+
+    kind: Literal["sum", "max_plus_min", "p_norm"] = "sum"
+    parameter: float = 0.0
+
+    def __call__(self, compute_s: float, memory_s: float) -> float:
+        """Seconds for the two together."""
+        if self.kind == "sum":
+            return compute_s + memory_s
+        if self.kind == "max_plus_min":
+            return max(compute_s, memory_s) + self.parameter * min(compute_s, memory_s)
+        p = self.parameter
+        return float((compute_s**p + memory_s**p) ** (1.0 / p))
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """Rates and memory of one device (or of a tensor-parallel group, with rates and memory added up)."""
+
+    name: str
+    provenance: str
+    """where the figures come from: measured (machine, command) or fitted (to what)"""
+    flops: float
+    """peak dense FLOP/s of the dtype in use"""
+    bandwidth: float
+    """peak device memory bandwidth, B/s"""
+    kv_cache_bytes: float
+    """memory left for KV cache"""
+    gemm_efficiency: float = 1.0
+    """share of `flops` that large GEMMs reach at the margin"""
+    prefill_attention_efficiency: float = 0.5
+    attention_efficiency: float = 1.0
+    """share of `bandwidth` that decode attention reaches at the margin"""
+    gemm_overhead_s: float = 0.0
+    """fixed time of a layer's GEMMs in a step, seconds per layer"""
+    attention_overhead_s: float = 0.0
+    """fixed time of a layer's decode attention in a step that decodes, seconds per layer"""
+    weight_load_efficiency: float = 1.0
+    """share of `bandwidth` at which weights are read: the floor of a step with few tokens"""
+    token_granularity: int = 1
+    """GEMMs are padded to a multiple of this many tokens"""
+    overlap: Overlap = Overlap()
+    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = 1024
+    block_size: int = 16
+
+    @classmethod
+    def load(cls, name_or_path: str) -> HardwareSpec:
+        """Read a profile shipped with the package, by name, or a JSON file, by path.
+
+        Raises:
+            ConfigError: no such profile, or a key that is unknown or missing.
+        """
+        path = Path(name_or_path)
+        shipped = resources.files("blendserve") / "profiles" / f"{name_or_path}.json"
+        if path.suffix == ".json" and path.is_file():
+            text = path.read_text()
+        elif shipped.is_file():
+            text = shipped.read_text()
+        else:
+            raise ConfigError(
+                f"no hardware profile {name_or_path!r}; choose one of {', '.join(profile_names())} or give a .json file"
+            )
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            overlap = Overlap(**fields.pop("overlap", {}))
+            return cls(**fields, overlap=overlap)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"hardware profile {name_or_path!r} cannot be read: {error}") from error
+
+
+def profile_names() -> list[str]:
+    """Names of the hardware profiles shipped with the package."""
+    folder = resources.files("blendserve") / "profiles"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+class StepCost(NamedTuple):
+    """Modelled seconds of one step."""
+
+    compute_s: float
+    memory_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of one model on one device.
+
+    With `at_peak` rates are the data sheet's, as the paper states densities; otherwise the profiled ones.
+    """
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    at_peak: bool = False
+
+    @property
+    def _gemm_rate(self) -> float:
+        return self.hardware.flops * (1.0 if self.at_peak else self.hardware.gemm_efficiency)
+
+    @property
+    def _prefill_attention_rate(self) -> float:
+        return self.hardware.flops * (1.0 if self.at_peak else self.hardware.prefill_attention_efficiency)
+
+    @property
+    def _kv_s_per_token(self) -> float:
+        """Seconds to read the KV of one token in all layers."""
+        rate = self.hardware.bandwidth * (1.0 if self.at_peak else self.hardware.attention_efficiency)
+        return self.model.kv_bytes_per_token / rate
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """M: tokens of KV cache that fit the device."""
+        return int(self.hardware.kv_cache_bytes / self.model.kv_bytes_per_token)
+
+    # -- per request ---------------------------------------------------------------------------------------------
+
+    def prefill_compute_s(self, prompt_tokens: ArrayLike) -> Floats:
+        """Seconds of compute for the first `prompt_tokens` tokens of a prompt, prefill attention included.
+
+        The difference of two depths is the cost of the tokens between them, which is what a prefix cache saves.
+        Source: BlendServe §4.1, the terms `2 p P` and `4 p² H L`.
+        """
+        p = np.asarray(prompt_tokens, dtype=np.float64)
+        attention = 4.0 * p * p * self.model.num_heads * self.model.head_dim * self.model.num_layers
+        return 2.0 * p * self.model.active_params / self._gemm_rate + attention / self._prefill_attention_rate
+
+    def decode_compute_s(self, output_tokens: ArrayLike) -> Floats:
+        """Seconds of compute for generating `output_tokens` tokens. Source: BlendServe §4.1, the term `2 d P`."""
+        d = np.asarray(output_tokens, dtype=np.float64)
+        return 2.0 * d * self.model.active_params / self._gemm_rate
+
+    def compute_s(self, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> Floats:
+        """Comp: seconds of compute of requests run without any sharing."""
+        return self.prefill_compute_s(prompt_tokens) + self.decode_compute_s(output_tokens)
+
+    def memory_s(self, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> Floats:
+        """Mem: seconds of KV reads of the decodes, `(p d + d²/2)` KV tokens. Source: BlendServe §4.1."""
+        p = np.asarray(prompt_tokens, dtype=np.float64)
+        d = np.asarray(output_tokens, dtype=np.float64)
+        return (p * d + d * d / 2.0) * self._kv_s_per_token
+
+    def density(self, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> Floats:
+        """ρ = Comp / Mem of requests without sharing; > 1 is compute-intensive."""
+        memory_s = self.memory_s(prompt_tokens, output_tokens)
+        return self.compute_s(prompt_tokens, output_tokens) / np.maximum(memory_s, 1e-30)
+
+    # -- per step ------------------------------------------------------------------------------------------------
+
+    def step_cost(self, num_tokens: int, kv_tokens_read: int, query_key_pairs: float = 0.0) -> StepCost:
+        """Modelled time of a step.
+
+        Args:
+            num_tokens: tokens computed, prefill and decode together.
+            kv_tokens_read: KV tokens that the decodes attend to.
+            query_key_pairs: (query, key) pairs of prefill attention.
+        """
+        hw, model = self.hardware, self.model
+        padded = -(-num_tokens // hw.token_granularity) * hw.token_granularity
+        gemm_s = model.num_layers * hw.gemm_overhead_s + 2.0 * padded * model.active_params / self._gemm_rate
+        weights_s = model.active_params * model.bytes_per_weight / (hw.bandwidth * hw.weight_load_efficiency)
+        attention_flops = 4.0 * query_key_pairs * model.num_heads * model.head_dim * model.num_layers
+        compute_s = max(gemm_s, weights_s) + attention_flops / self._prefill_attention_rate if num_tokens else 0.0
+        memory_s = (
+            model.num_layers * hw.attention_overhead_s + kv_tokens_read * self._kv_s_per_token if kv_tokens_read else 0.0
+        )
+        return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
+
+
+def memory_split(capacity: float, density_left: float, density_right: float, density_root: float) -> float:
+    """M_L: the left (compute-intensive) side's share of `capacity`, so that the blend has the root's density.
+
+    Solves `M_L + M_R = M`, `M_L ρ(L) + M_R ρ(R) = M ρ(root)`; clamped to [0, capacity] where no blend of the two
+    sides reaches the root's density. Source: BlendServe §5.3.
+    """
+    if density_left <= density_right:
+        return capacity if density_root >= density_left else 0.0
+    share = (density_root - density_right) / (density_left - density_right)
+    return capacity * min(max(share, 0.0), 1.0)

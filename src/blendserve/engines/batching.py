@@ -1,0 +1,114 @@
+"""The main loop of the engines that batch for themselves: schedule, execute, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.cost_model import CostModel
+from blendserve.request import RequestTable, Result, StepOutput, StepStats
+from blendserve.scheduling.batch import Batch
+from blendserve.scheduling.policies import Policy
+from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What an executor made of a batch."""
+
+    finished: NDArray[np.bool_]
+    """[num_rows] True where the row's sequence has generated its last token (or failed)"""
+    duration_s: float
+
+
+class Executor(Protocol):
+    """Runs batches. It knows tokens and tensors; the scheduler above it knows only counts.
+
+    State that must outlive a retraction (generated tokens, sampler state) is kept by request, not by slot: a retracted
+    request comes back in a later batch with `num_computed` small again and its generated tokens known.
+    """
+
+    name: str
+    cost_model: CostModel
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    holds_kv: bool
+    """whether batches need block tables"""
+
+    def start(self, requests: RequestTable) -> None:
+        """Prepare for a new table of requests; forget the previous one."""
+        ...
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Compute one step and append one token to every row with `samples`."""
+        ...
+
+    def collect(self, request: int) -> Result:
+        """Hand over the result of a finished request and forget its state."""
+        ...
+
+    def close(self) -> None:
+        """Free memory."""
+        ...
+
+
+class BatchingEngine:
+    """An engine made of BlendServe's own scheduler and an executor; native and simulated differ in the executor alone."""
+
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+        self.executor = executor
+        self.config = config
+        self.name = executor.name
+        self.cost_model = executor.cost_model
+        self.kv_capacity_tokens = executor.num_blocks * executor.block_size
+        self.max_model_len = min(executor.max_model_len, self.kv_capacity_tokens)
+
+    def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
+        """Run all requests; see `Engine.run`."""
+        executor = self.executor
+        scheduler = Scheduler(
+            requests,
+            policy,
+            self.config,
+            num_blocks=executor.num_blocks,
+            block_size=executor.block_size,
+            max_model_len=self.max_model_len,
+            with_block_tables=executor.holds_kv,
+            cost_model=self.cost_model,
+        )
+        executor.start(requests)
+        while scheduler.num_unfinished:
+            batch = scheduler.schedule()
+            step = executor.execute(batch)
+            done = scheduler.update(batch, step.finished, step.duration_s)
+            results = []
+            for request, num_cached_tokens in done:
+                result = executor.collect(request)
+                if hasattr(result, "num_cached_tokens"):
+                    result.num_cached_tokens = num_cached_tokens
+                results.append((request, result))
+            yield StepOutput(self._stats(scheduler, batch, step), results)
+
+    def _stats(self, scheduler: Scheduler, batch: Batch, step: StepResult) -> StepStats:
+        cost = self.cost_model.step_cost(batch.num_prefill_tokens + batch.num_decode_tokens, batch.kv_tokens_read)
+        return StepStats(
+            duration_s=step.duration_s,
+            num_prefill_tokens=batch.num_prefill_tokens,
+            num_decode_tokens=batch.num_decode_tokens,
+            kv_tokens_read=batch.kv_tokens_read,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage_ratio=scheduler.kv_usage_ratio,
+            compute_s=cost.compute_s,
+            memory_s=cost.memory_s,
+            num_retracted=scheduler.num_retracted_in_step,
+        )
+
+    def close(self) -> None:
+        """Free the executor's memory."""
+        self.executor.close()

@@ -1,0 +1,63 @@
+"""The simulated engine: the product's own scheduler and policies on a virtual clock."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from blendserve.cost_model import CostModel
+from blendserve.engines.batching import StepResult
+from blendserve.planner.prefix_tree import Ints
+from blendserve.request import Completion, RequestTable, Result
+from blendserve.scheduling.batch import Batch
+
+
+class SimulatedExecutor:
+    """Takes as long for a step as the cost model says and generates nothing.
+
+    Args:
+        cost_model: model and device; the device's profile gives block size, memory and step costs.
+        output_tokens: [num_requests] length at which each request ends; None: its declared length, else `max_tokens`.
+        kv_cache_tokens: memory for KV in tokens; None: the profile's.
+    """
+
+    name = "simulated"
+    holds_kv = False
+
+    def __init__(
+        self, cost_model: CostModel, *, output_tokens: Ints | None = None, kv_cache_tokens: int | None = None
+    ) -> None:
+        self.cost_model = cost_model
+        self.block_size = cost_model.hardware.block_size
+        self.num_blocks = (kv_cache_tokens or cost_model.kv_capacity_tokens) // self.block_size
+        self.max_model_len = cost_model.model.max_model_len
+        self._given = output_tokens
+
+    def start(self, requests: RequestTable) -> None:
+        """Begin with nothing generated."""
+        declared = np.where(requests.declared_tokens > 0, requests.declared_tokens, requests.max_tokens)
+        wanted = declared if self._given is None else self._given
+        self._prompt_tokens = requests.prompt_tokens
+        self._total = requests.prompt_tokens + np.clip(wanted, 1, requests.max_tokens).astype(np.int32)
+        self._max_tokens = requests.max_tokens
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Let the virtual clock run for one step."""
+        known = batch.num_computed + batch.num_tokens
+        finished = batch.samples & (known + 1 >= self._total[batch.requests])
+        num_tokens = batch.num_prefill_tokens + batch.num_decode_tokens
+        cost = self.cost_model.step_cost(num_tokens, batch.kv_tokens_read, batch.query_key_pairs)
+        return StepResult(finished, cost.step_s)
+
+    def collect(self, request: int) -> Result:
+        """A completion of the right length without text."""
+        num_tokens = int(self._total[request] - self._prompt_tokens[request])
+        reason = "length" if num_tokens >= self._max_tokens[request] else "stop"
+        return Completion(
+            token_ids=[0] * num_tokens,
+            text="",
+            finish_reason=reason,  # type: ignore[arg-type]
+            num_prompt_tokens=int(self._prompt_tokens[request]),
+        )
+
+    def close(self) -> None:
+        """Nothing to free."""

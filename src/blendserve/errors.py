@@ -1,0 +1,50 @@
+"""Every error BlendServe raises on purpose.
+
+```
+BlendServeError
+├── ConfigError            an option or file of the user's is unusable; the job cannot run   (exit 2)
+│   ├── ModelError         the model cannot be found, read or is of an unsupported type      (exit 2)
+│   └── PlanError          a saved plan does not fit the job                                 (exit 2)
+├── EngineError            the engine broke while running; finished results are kept         (exit 2)
+└── RequestError           one line of the input cannot be served; the rest of the job runs  (exit 1)
+```
+
+Each message says what was found and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class BlendServeError(Exception):
+    """Base of all errors raised by BlendServe."""
+
+
+class ConfigError(BlendServeError):
+    """An option, a file or a combination of them cannot be used; nothing was run."""
+
+
+class ModelError(ConfigError):
+    """The model cannot be found or read, or its architecture is not supported."""
+
+
+class PlanError(ConfigError):
+    """A saved plan cannot be read or belongs to another job."""
+
+
+class EngineError(BlendServeError):
+    """The engine stopped working; results written so far stay valid and the job can be resumed."""
+
+
+class RequestError(BlendServeError):
+    """One request cannot be served.
+
+    `code`, `param` and the message are what the error file shows, in the OpenAI error shape; the message names the
+    remedy. `status_code` is the HTTP status the OpenAI API would have answered with.
+    """
+
+    def __init__(self, code: str, message: str, *, param: str | None = None, status_code: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status_code = status_code

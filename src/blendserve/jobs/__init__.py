@@ -1,0 +1,1 @@
+"""A batch file in, results out: formats, durable store, the job."""

@@ -1,0 +1,290 @@
+"""The prefix tree of a job: which prompts share which leading tokens.
+
+Built from sorted order: prompts that share a prefix are neighbours once sorted, so the tree is the nesting of the
+longest common prefixes of neighbours. That takes two integers per request instead of a node per token, and no hashing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.tokens import PromptTokens
+
+Ints = NDArray[np.int32]
+
+_INSERTION_SORT_BELOW = 12
+
+
+@dataclass(slots=True)
+class PromptOrder:
+    """Prompts in lexicographic order of their token ids, with what neighbours have in common."""
+
+    requests: Ints
+    """[num_requests] request at each rank"""
+    common: Ints
+    """[num_requests] tokens that the prompt at a rank shares with the one before it; 0 at rank 0"""
+
+    @classmethod
+    def of(cls, tokens: PromptTokens) -> PromptOrder:
+        """Sort prompts; O(total distinct tokens + n log n), in place of a permutation of n integers."""
+        order = np.arange(len(tokens), dtype=np.int32)
+        if len(order):
+            _multikey_sort(tokens.data, tokens.starts, tokens.lengths, order)
+        return cls(order, _common_prefixes(tokens.data, tokens.starts, tokens.lengths, order))
+
+
+@dataclass(slots=True)
+class PrefixTree:
+    """Radix tree over prompts, as columns.
+
+    Leaves are requests, numbered by their rank in sorted order. Inner nodes are prompt prefixes shared by at least two
+    leaves, numbered in pre-order; node 0 is the root, the empty prefix. Lengths are in *units*: tokens, or KV blocks
+    when built with `block_size` > 1. A node's leaves are ranks `first[node] .. end[node]`, its descendants are nodes
+    `node+1 .. node+num_descendants`.
+    """
+
+    requests: Ints
+    """[num_leaves] request of each leaf"""
+    length: Ints
+    """[num_leaves] units of the leaf's whole prompt"""
+    leaf_parent: Ints
+    """[num_leaves] deepest node whose prefix the leaf shares"""
+    parent: Ints
+    """[num_nodes] -1 for the root"""
+    depth: Ints
+    """[num_nodes] units from the root to the node's end"""
+    first: Ints
+    """[num_nodes] first leaf"""
+    end: Ints
+    """[num_nodes] one past the last leaf"""
+    next_sibling: Ints
+    """[num_nodes] first node after this node's descendants"""
+
+    @classmethod
+    def build(cls, order: PromptOrder, prompt_tokens: Ints) -> PrefixTree:
+        """The tree over token ids: a leaf's length is its prompt's."""
+        length = prompt_tokens[order.requests]
+        return cls._nest(order.requests, length, order.common)
+
+    @classmethod
+    def build_blocks(cls, order: PromptOrder, prompt_tokens: Ints, block_size: int) -> PrefixTree:
+        """The tree over the KV blocks that requests can share.
+
+        Only full blocks are shared, and never the one that holds a prompt's last token: that token must be computed
+        for its logits, into a block of the sequence's own.
+        """
+        length = (prompt_tokens[order.requests] - 1) // np.int32(block_size)
+        common = order.common // np.int32(block_size)
+        np.minimum(common, length, out=common)
+        np.minimum(common[1:], length[:-1], out=common[1:])
+        return cls._nest(order.requests, length, common)
+
+    @classmethod
+    def _nest(cls, requests: Ints, length: Ints, common: Ints) -> PrefixTree:
+        parent, depth, first, end, leaf_parent = _nest_prefixes(common)
+        preorder = np.lexsort((-end, first))
+        number = np.empty_like(preorder)
+        number[preorder] = np.arange(len(preorder))
+        new_parent = np.where(parent[preorder] >= 0, number[parent[preorder]], -1).astype(np.int32)
+        first, end = first[preorder], end[preorder]
+        # Descendants of a node in pre-order are those that start before it ends.
+        next_sibling = np.searchsorted(first, end, side="left").astype(np.int32)
+        return cls(
+            requests,
+            length,
+            number[leaf_parent].astype(np.int32),
+            new_parent,
+            depth[preorder],
+            first,
+            end,
+            next_sibling,
+        )
+
+    @property
+    def num_leaves(self) -> int:
+        """Requests in the tree."""
+        return len(self.requests)
+
+    @property
+    def num_nodes(self) -> int:
+        """Inner nodes, root included."""
+        return len(self.parent)
+
+    @property
+    def segment(self) -> Ints:
+        """[num_nodes] units of each node's own segment."""
+        return self.depth - np.where(self.parent >= 0, self.depth[self.parent], 0).astype(np.int32)
+
+    @property
+    def leaf_start(self) -> Ints:
+        """[num_leaves] units that a leaf shares with others; the rest is its own."""
+        return self.depth[self.leaf_parent]
+
+    @property
+    def num_units(self) -> int:
+        """Units over all prompts, shared ones counted once per prompt."""
+        return int(self.length.sum(dtype=np.int64))
+
+    @property
+    def num_unique_units(self) -> int:
+        """Units that must be computed when every shared prefix is computed once."""
+        own = (self.length - self.leaf_start).sum(dtype=np.int64)
+        return int(own + self.segment.sum(dtype=np.int64))
+
+    @property
+    def sharing_ratio(self) -> float:
+        """s: share of prompt units saved by reuse, in [0, 1]. Source: BlendServe §4.2."""
+        return 1.0 - self.num_unique_units / self.num_units if self.num_units else 0.0
+
+    def leaf_sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[num_nodes] sum over the leaves below each node of `values` [num_leaves]."""
+        total = np.concatenate(([0.0], np.cumsum(values)))
+        return np.asarray(total[self.end] - total[self.first])
+
+    def node_sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[num_nodes] sum over each node and its descendants of `values` [num_nodes]."""
+        total = np.concatenate(([0.0], np.cumsum(values)))
+        return np.asarray(total[self.next_sibling] - total[: self.num_nodes])
+
+
+@numba.njit(cache=True, nogil=True)
+def _token_at(data, start, length, depth):  # type: ignore[no-untyped-def]
+    """Token id + 1, or 0 past the end, so that a prefix sorts before its extensions."""
+    return np.int64(data[start + depth]) + 1 if depth < length else np.int64(0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _less(data, starts, lengths, a, b, depth):  # type: ignore[no-untyped-def]
+    """Whether prompt a sorts before prompt b, which agree on their first `depth` tokens."""
+    start_a, start_b, length_a, length_b = starts[a], starts[b], lengths[a], lengths[b]
+    for i in range(depth, min(length_a, length_b)):
+        token_a, token_b = data[start_a + i], data[start_b + i]
+        if token_a != token_b:
+            return token_a < token_b
+    if length_a != length_b:
+        return length_a < length_b
+    return a < b
+
+
+@numba.njit(cache=True, nogil=True)
+def _multikey_sort(data, starts, lengths, order):  # type: ignore[no-untyped-def]
+    """Three-way radix quicksort (Bentley and Sedgewick): no token of a common prefix is compared twice per partition.
+
+    Ties are broken by request number, so that the order is unique.
+    """
+    keys = np.empty(len(order), np.int64)
+    stack = [(0, len(order), 0)]
+    while len(stack) > 0:
+        low, high, depth = stack.pop()
+        if high - low < _INSERTION_SORT_BELOW:
+            for i in range(low + 1, high):
+                item = order[i]
+                j = i
+                while j > low and _less(data, starts, lengths, item, order[j - 1], depth):
+                    order[j] = order[j - 1]
+                    j -= 1
+                order[j] = item
+            continue
+        for i in range(low, high):
+            request = order[i]
+            keys[i] = _token_at(data, starts[request], lengths[request], depth)
+        a, b, c = keys[low], keys[(low + high) // 2], keys[high - 1]
+        pivot = max(min(a, b), min(max(a, b), c))
+        # keys[low:lt] < pivot, keys[lt:i] == pivot, keys[gt:high] > pivot
+        lt, i, gt = low, low, high
+        while i < gt:
+            key = keys[i]
+            if key < pivot:
+                keys[lt], keys[i] = key, keys[lt]
+                order[lt], order[i] = order[i], order[lt]
+                lt += 1
+                i += 1
+            elif key > pivot:
+                gt -= 1
+                keys[gt], keys[i] = key, keys[gt]
+                order[gt], order[i] = order[i], order[gt]
+            else:
+                i += 1
+        if lt - low > 1:
+            stack.append((low, lt, depth))
+        if high - gt > 1:
+            stack.append((gt, high, depth))
+        if gt - lt > 1:
+            if pivot == 0:
+                order[lt:gt] = np.sort(order[lt:gt])
+            else:
+                stack.append((lt, gt, depth + 1))
+
+
+@numba.njit(cache=True, nogil=True)
+def _common_prefixes(data, starts, lengths, order):  # type: ignore[no-untyped-def]
+    """[n] tokens that each prompt in `order` shares with its predecessor."""
+    common = np.zeros(len(order), np.int32)
+    for rank in range(1, len(order)):
+        a, b = order[rank - 1], order[rank]
+        start_a, start_b = starts[a], starts[b]
+        limit = min(lengths[a], lengths[b])
+        i = 0
+        while i < limit and data[start_a + i] == data[start_b + i]:
+            i += 1
+        common[rank] = i
+    return common
+
+
+@numba.njit(cache=True, nogil=True)
+def _nest_prefixes(common):  # type: ignore[no-untyped-def]
+    """Nested intervals of equal common prefixes (LCP intervals), found with one stack in one pass.
+
+    Returns parent, depth, first, end of every interval, in order of creation (0 is the root), and each leaf's deepest
+    interval.
+    """
+    num_leaves = len(common)
+    size = num_leaves + 1
+    parent = np.full(size, -1, np.int32)
+    depth = np.zeros(size, np.int32)
+    first = np.zeros(size, np.int32)
+    end = np.zeros(size, np.int32)
+    leaf_parent = np.zeros(num_leaves, np.int32)
+    num_nodes = 1
+    stack = np.zeros(size, np.int32)
+    top = 0  # stack[0] is the root
+    for rank in range(1, num_leaves + 1):
+        shared = common[rank] if rank < num_leaves else 0
+        # The leaf before `rank` hangs below the deepest open interval, or below one that starts with it.
+        leftmost = rank - 1
+        closed = np.int32(-1)
+        while depth[stack[top]] > shared:
+            node = stack[top]
+            top -= 1
+            end[node] = rank
+            leftmost = first[node]
+            if closed < 0:
+                leaf_parent[rank - 1] = node
+            below = stack[top]
+            if depth[below] >= shared:
+                parent[node] = below
+            closed = node
+        if depth[stack[top]] < shared:
+            node = num_nodes
+            num_nodes += 1
+            depth[node] = shared
+            first[node] = leftmost
+            parent[node] = stack[top]
+            if closed >= 0:
+                parent[closed] = node
+            top += 1
+            stack[top] = node
+        if closed < 0:
+            leaf_parent[rank - 1] = stack[top]
+    end[0] = num_leaves
+    return (
+        parent[:num_nodes].copy(),
+        depth[:num_nodes].copy(),
+        first[:num_nodes].copy(),
+        end[:num_nodes].copy(),
+        leaf_parent,
+    )

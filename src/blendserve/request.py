@@ -1,0 +1,142 @@
+"""What is asked and what comes back: sampling parameters, the request table, completions, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.tokens import PromptTokens
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one completion are chosen; names and defaults are vLLM's.
+
+    `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch the filter off; `temperature` 0.0 is greedy. `logprobs` None asks
+    for none, 0 for those of the chosen tokens, k for the k most likely ones besides. With `seed` the tokens depend on
+    the request alone, not on what it is batched with; without, a seed is derived from the job's `--seed` and the
+    request's number.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class RequestTable:
+    """The requests of a job as columns; row i of each column belongs to request i.
+
+    A request is one completion: a line that asks for `n` completions is `n` rows that share their prompt's tokens.
+    """
+
+    tokens: PromptTokens
+    """prompts as token ids"""
+    max_tokens: NDArray[np.int32]
+    """[num_requests] most tokens that may be generated, at least 1"""
+    declared_tokens: NDArray[np.int32]
+    """[num_requests] output length where it is known beforehand (`ignore_eos`, a declared length), else 0"""
+    params: Sequence[SamplingParams]
+    """the distinct sampling parameters of the job"""
+    params_index: NDArray[np.int32]
+    """[num_requests] index into `params`"""
+
+    def __post_init__(self) -> None:
+        num_requests = len(self.tokens)
+        for name in ("max_tokens", "declared_tokens", "params_index"):
+            if len(getattr(self, name)) != num_requests:
+                raise ValueError(f"column {name} has {len(getattr(self, name))} rows, expected {num_requests}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> NDArray[np.int32]:
+        """[num_requests] prompt lengths in tokens."""
+        return self.tokens.lengths
+
+    def sampling_params(self, request: int) -> SamplingParams:
+        """Sampling parameters of one request."""
+        return self.params[self.params_index[request]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one generated token and of the most likely alternatives at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log probability), most likely first"""
+
+
+@dataclass(slots=True)
+class Completion:
+    """The finished output of one request."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """the stop string or stop token id that ended it; None for end of sequence or length"""
+    logprobs: list[TokenLogprob] | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """prompt tokens whose KV came from the prefix cache or from another request of the same step"""
+
+
+@dataclass(slots=True)
+class Failure:
+    """Why one request has no output; the rest of the job goes on."""
+
+    code: str
+    message: str
+    param: str | None = None
+    status_code: int = 500
+
+
+Result = Completion | Failure
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Facts of one engine step."""
+
+    duration_s: float
+    num_prefill_tokens: int
+    """prompt (or recomputed) tokens computed in this step"""
+    num_decode_tokens: int
+    kv_tokens_read: int
+    """KV tokens that the decodes of this step attended to"""
+    num_running: int
+    num_waiting: int
+    kv_usage_ratio: float
+    compute_s: float = 0.0
+    """modelled time of the compute-bound operators of this step"""
+    memory_s: float = 0.0
+    """modelled time of decode attention in this step"""
+    num_retracted: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one engine step produced."""
+
+    stats: StepStats
+    results: list[tuple[int, Result]] = field(default_factory=list)
+    """(request, result) of every request that finished in this step"""

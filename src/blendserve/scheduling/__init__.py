@@ -1,0 +1,1 @@
+"""Continuous batching without tensors: KV blocks, prefix cache, batch formation, policies."""

@@ -1,0 +1,692 @@
+"""Continuous batching with chunked prefill over a shared-prefix KV cache. Holds no tensor.
+
+There are no phases: a sequence has `num_tokens` known tokens (prompt, then generated ones) of which `num_computed` have
+KV, and every step lets `num_computed` catch up. Prefill, a later chunk of it, decode and recomputation after a
+retraction are the same case. State is structure-of-arrays, one *slot* per running sequence, and the loops over slots
+are compiled, because the same code drives real engines and simulates millions of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.cost_model import CostModel
+from blendserve.errors import ConfigError, EngineError
+from blendserve.planner.prefix_tree import Ints, PrefixTree
+from blendserve.request import RequestTable
+from blendserve.scheduling import kv_cache
+from blendserve.scheduling.batch import Batch
+from blendserve.scheduling.kv_cache import NONE, NUM_FREE, PINNED, PRIVATE, Count, KVState
+from blendserve.scheduling.policies import Policy
+
+BUCKET_STEPS = 16
+"""resolution of the memory projection, steps"""
+OVERRUN_FACTOR = 1.5
+"""a sequence that outlives its estimate is expected to reach this multiple of its age"""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step; names and meaning are vLLM's."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    free_unused_prefixes: bool = True
+    """free a prefix as soon as no unfinished request of the job can use it, instead of leaving it to LRU eviction"""
+
+
+class _Sequences(NamedTuple):
+    """Running sequences, by slot."""
+
+    running: Ints
+    """[max_num_seqs] slots in order of admission; the first `num_running` count"""
+    request: Ints
+    """-1 where the slot is free"""
+    prompt: Ints
+    """prompt tokens"""
+    num_tokens: Ints
+    num_computed: Ints
+    block_limit: Ints
+    """leading blocks of the sequence that lie in nodes; later ones are private"""
+    path: Ints
+    """[max_num_seqs, longest path] nodes, root first"""
+    path_length: Ints
+    level: Ints
+    """the first node of the path that is not filled entirely"""
+    private_head: Ints
+    private_tail: Ints
+    private_length: Ints
+    """private blocks held"""
+    private_committed: Ints
+    recomputes: NDArray[np.bool_]
+    """whether the sequence was retracted before: reuse then is not a cache hit of its prompt"""
+    projected_from: NDArray[np.int64]
+    """step at which the sequence's memory projection starts; -1 if it has none"""
+    projected_tokens: Ints
+    """private tokens at that step"""
+    projected_until: NDArray[np.int64]
+
+
+class Scheduler:
+    """Decides what each step computes. Implements `policies.Control`, through which the policy steers it.
+
+    Usage: `batch = schedule()`, run it, `update(batch, finished, duration_s)`, until `num_unfinished` is 0.
+
+    Args:
+        requests: the job; every prompt plus `max_tokens` fits `max_model_len`.
+        policy: made for a plan of these requests; order of admission, token target per step, choice of whom to retract.
+        config: limits.
+        num_blocks: KV blocks of the device.
+        block_size: tokens per block.
+        max_model_len: most tokens of one sequence; at most `num_blocks * block_size`.
+        with_block_tables: whether batches carry block tables (executors that hold KV need them).
+        cost_model: what a step costs on this engine.
+
+    Raises:
+        ConfigError: limits that cannot work together.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        policy: Policy,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        with_block_tables: bool,
+        cost_model: CostModel,
+    ) -> None:
+        if config.max_num_batched_tokens < block_size:
+            raise ConfigError(
+                f"--max-num-batched-tokens {config.max_num_batched_tokens} is below the block size {block_size}; "
+                "raise it"
+            )
+        longest = int((requests.prompt_tokens + requests.max_tokens).max(initial=0))
+        if longest > num_blocks * block_size:
+            raise ConfigError(
+                f"a request needs {longest} tokens of KV cache, the engine has {num_blocks * block_size}; "
+                "give it more KV memory or lower max_tokens"
+            )
+        self.policy = policy
+        self.config = config
+        self.cost_model = cost_model
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_finished = 0
+        self.num_retracted = 0
+        self.num_retracted_in_step = 0
+        self.step_index = 0
+        self.clock_s = 0.0
+        self._prompt_tokens = requests.prompt_tokens
+        self._num_generated = np.zeros(len(requests), dtype=np.int32)
+        self._num_cached = np.zeros(len(requests), dtype=np.int32)
+        self._retracted = np.zeros(len(requests), dtype=np.bool_)
+        tree = PrefixTree.build_blocks(policy.plan.prompt_order, requests.prompt_tokens, block_size)
+        self._kv = kv_cache.make_kv_state(tree, num_blocks)
+        self._counted = np.full(len(self._kv.parent), -1, dtype=np.int64)
+        num_slots = min(config.max_num_seqs, max(len(requests), 1))
+        self._seqs = _make_sequences(num_slots, kv_cache.longest_path(self._kv))
+        self._num_running = 0
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
+        self._block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        horizon = int(requests.max_tokens.max(initial=1) * OVERRUN_FACTOR) // BUCKET_STEPS + 3
+        self._projection = np.zeros(horizon)
+        self._backlog = 0
+        policy.start(self)
+
+    # -- what a policy sees (policies.Control) -------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold memory."""
+        return self._num_running
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without a result yet."""
+        return len(self._prompt_tokens) - self.num_finished
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not admitted, never or not again."""
+        return self.num_unfinished - self._num_running
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """M: tokens of KV that fit."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_committed_tokens(self) -> int:
+        """Tokens of KV that the running sequences hold or are sure to need for the tokens they have."""
+        return int(self._kv.count[PINNED] + self._kv.count[PRIVATE]) * self.block_size
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        """Share of the KV memory in use by running sequences."""
+        return self.kv_committed_tokens / self.kv_capacity_tokens
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens of a step."""
+        return self.config.max_num_batched_tokens
+
+    @property
+    def prefill_backlog(self) -> int:
+        """Tokens that the admitted sequences have yet to compute before all of them decode."""
+        return self._backlog
+
+    @property
+    def running_requests(self) -> Ints:
+        """[num_running] requests in order of admission."""
+        return self._seqs.request[self._seqs.running[: self._num_running]]
+
+    @property
+    def running_output_tokens(self) -> Ints:
+        """[num_running] tokens each running request has generated so far."""
+        slots = self._seqs.running[: self._num_running]
+        return self._seqs.num_tokens[slots] - self._seqs.prompt[slots]
+
+    def try_admit(self, request: int, output_tokens_est: float) -> bool:
+        """Admit a waiting request if it fits.
+
+        It fits if a slot is free, its known tokens can be committed now, and the projected memory of everything
+        running, this request included, stays within the device until it is expected to end. When nothing runs,
+        only the first two count, so that a pessimistic estimate cannot stop the job.
+        """
+        if not self._free_slots or self.num_retracted_in_step:
+            return False
+        slot = self._free_slots[-1]
+        tokens_before = _admit(
+            self._kv,
+            self._seqs,
+            self._projection,
+            self._block_tables,
+            self._counted,
+            slot,
+            self._num_running,
+            request,
+            self._prompt_tokens[request],
+            self._num_generated[request],
+            output_tokens_est,
+            self.step_index,
+            self.block_size,
+            self._retracted[request],
+        )
+        if tokens_before < 0:
+            return False
+        self._free_slots.pop()
+        self._num_running += 1
+        self._backlog += tokens_before
+        return True
+
+    def retract(self, request: int) -> None:
+        """Take a running request's memory back; it waits again and recomputes what it had, output included."""
+        slots = self._seqs.running[: self._num_running]
+        slot = int(slots[self._seqs.request[slots] == request][0])
+        self._num_generated[request] = self._seqs.num_tokens[slot] - self._seqs.prompt[slot]
+        self._retracted[request] = True
+        self._release(slot, finished=False)
+        self.num_retracted += 1
+        self.num_retracted_in_step += 1
+
+    # -- the engine's side ---------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch:
+        """Form the next batch: make room for decodes, let the policy admit, hand out tokens.
+
+        Raises:
+            EngineError: the policy admits nothing although nothing runs.
+        """
+        self.num_retracted_in_step = 0
+        while self._num_running > 1 and _decode_shortfall(
+            self._kv, self._seqs, self._num_running, self.num_blocks, self.block_size
+        ):
+            victim = self.policy.choose_victim(self)
+            self.retract(victim)
+            self.policy.retracted(victim)
+        self._backlog = _count_backlog(
+            self._kv, self._seqs, self._counted, self._num_running, self.step_index, self.block_size
+        )
+        target = self.policy.step(self)
+        if self._num_running == 0:
+            raise EngineError(f"policy {self.policy.name} admitted none of {self.num_waiting} waiting requests")
+        target = min(max(target, self.block_size), self.config.max_num_batched_tokens)
+        columns = np.empty((4, self._num_running), dtype=np.int32)
+        samples = np.empty(self._num_running, dtype=np.bool_)
+        num_rows, num_prefill, num_decode, kv_read, pairs = _form_batch(
+            self._kv,
+            self._seqs,
+            self._num_running,
+            self._block_tables,
+            self._num_cached,
+            target,
+            self.block_size,
+            columns,
+            samples,
+        )
+        assert num_rows > 0, "a step with running sequences computed nothing"
+        return Batch(
+            slots=columns[0, :num_rows],
+            requests=columns[1, :num_rows],
+            num_computed=columns[2, :num_rows],
+            num_tokens=columns[3, :num_rows],
+            samples=samples[:num_rows],
+            block_tables=self._block_tables,
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=num_decode,
+            kv_tokens_read=kv_read,
+            query_key_pairs=pairs,
+        )
+
+    def update(self, batch: Batch, finished: NDArray[np.bool_], duration_s: float) -> list[tuple[int, int]]:
+        """Account for a batch that was run.
+
+        Args:
+            batch: as returned by `schedule`.
+            finished: [num_rows] rows whose sequence is complete (or failed).
+            duration_s: time the step took, on the engine's clock.
+
+        Returns:
+            (request, prompt tokens it found in the cache) of every request that finished.
+        """
+        self.clock_s += duration_s
+        self.step_index += 1
+        done = []
+        for row in np.flatnonzero(finished):
+            slot, request = int(batch.slots[row]), int(batch.requests[row])
+            num_output_tokens = int(self._seqs.num_tokens[slot] - self._seqs.prompt[slot]) + int(batch.samples[row])
+            self._release(slot, finished=True)
+            self.num_finished += 1
+            self.policy.finished(request, num_output_tokens)
+            done.append((request, int(self._num_cached[request])))
+        _advance_all(
+            self._seqs,
+            self._projection,
+            batch.slots,
+            batch.num_tokens,
+            batch.samples,
+            finished,
+            self.step_index,
+            self.block_size,
+        )
+        return done
+
+    def check_conservation(self) -> None:
+        """Raise AssertionError unless blocks, counters and sequences agree; for tests, O(blocks)."""
+        slots = self._seqs.running[: self._num_running]
+        assert len(set(slots.tolist())) == self._num_running
+        assert len(self._free_slots) + self._num_running == len(self._seqs.request)
+        kv_cache.check_conservation(self._kv, self._seqs.private_head[slots], self._seqs.private_length[slots])
+        assert self._seqs.private_committed[slots].sum() == self._kv.count[PRIVATE]
+        refs = np.zeros_like(self._kv.refs)
+        for slot in slots:
+            np.add.at(refs, self._seqs.path[slot, : self._seqs.path_length[slot]], 1)
+        assert (refs[1:] == self._kv.refs[1:]).all(), "references do not match running sequences"
+
+    def block_counts(self) -> dict[str, int]:
+        """Blocks by use: free, evictable, pinned, private; for reports."""
+        return {
+            "free": int(self._kv.count[NUM_FREE]),
+            "evictable": int(self._kv.count[Count.EVICTABLE]),
+            "pinned": int(self._kv.count[PINNED]),
+            "private": int(self._kv.count[PRIVATE]),
+        }
+
+    def _release(self, slot: int, *, finished: bool) -> None:
+        _release_slot(
+            self._kv,
+            self._seqs,
+            self._projection,
+            slot,
+            self._num_running,
+            finished,
+            self.config.free_unused_prefixes,
+            self.step_index,
+        )
+        self._num_running -= 1
+        self._free_slots.append(slot)
+
+
+def _make_sequences(num_slots: int, longest_path: int) -> _Sequences:
+    def column() -> Ints:
+        return np.zeros(num_slots, dtype=np.int32)
+
+    return _Sequences(
+        running=column(),
+        request=np.full(num_slots, -1, dtype=np.int32),
+        prompt=column(),
+        num_tokens=column(),
+        num_computed=column(),
+        block_limit=column(),
+        path=np.zeros((num_slots, max(longest_path, 1)), dtype=np.int32),
+        path_length=column(),
+        level=column(),
+        private_head=np.full(num_slots, -1, dtype=np.int32),
+        private_tail=np.full(num_slots, -1, dtype=np.int32),
+        private_length=column(),
+        private_committed=column(),
+        recomputes=np.zeros(num_slots, dtype=np.bool_),
+        projected_from=np.full(num_slots, -1, dtype=np.int64),
+        projected_tokens=column(),
+        projected_until=np.zeros(num_slots, dtype=np.int64),
+    )
+
+
+# -- memory projection: a ring of buckets of BUCKET_STEPS steps, private KV tokens expected in each ------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def _project(projection, start, tokens, until, now, sign):  # type: ignore[no-untyped-def]
+    """Add (or take away) a sequence that holds `tokens` at step `start` and one more per step up to `until`."""
+    first = max(start, now) // BUCKET_STEPS
+    last = min(until // BUCKET_STEPS, now // BUCKET_STEPS + len(projection) - 1)
+    for bucket in range(first, last + 1):
+        at_end = min((bucket + 1) * BUCKET_STEPS, until)
+        projection[bucket % len(projection)] += sign * (tokens + at_end - start)
+
+
+@numba.njit(cache=True, nogil=True)
+def _projected_peak(projection, tokens, until, now):  # type: ignore[no-untyped-def]
+    """Most private tokens at any time until step `until` if a sequence with `tokens` now is added."""
+    first = now // BUCKET_STEPS
+    last = min(until // BUCKET_STEPS, first + len(projection) - 1)
+    peak = 0.0
+    for bucket in range(first, last + 1):
+        at_end = min((bucket + 1) * BUCKET_STEPS, until)
+        peak = max(peak, projection[bucket % len(projection)] + tokens + at_end - now)
+    return peak
+
+
+@numba.njit(cache=True, nogil=True)
+def _start_projection(seqs, projection, slot, output_left, now, block_size):  # type: ignore[no-untyped-def]
+    held = seqs.num_tokens[slot] - seqs.block_limit[slot] * block_size
+    tokens = -(-held // block_size) * block_size
+    longest = (len(projection) - 2) * BUCKET_STEPS
+    until = now + min(np.int64(np.ceil(output_left)), longest)
+    seqs.projected_from[slot], seqs.projected_tokens[slot], seqs.projected_until[slot] = now, tokens, until
+    _project(projection, now, tokens, until, now, 1.0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _stop_projection(seqs, projection, slot, now):  # type: ignore[no-untyped-def]
+    if seqs.projected_from[slot] >= 0:
+        _project(
+            projection,
+            seqs.projected_from[slot],
+            seqs.projected_tokens[slot],
+            seqs.projected_until[slot],
+            now,
+            -1.0,
+        )
+        seqs.projected_from[slot] = -1
+
+
+# -- admission and release -------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def _admit(  # type: ignore[no-untyped-def]
+    kv,
+    seqs,
+    projection,
+    block_tables,
+    counted,
+    slot,
+    num_running,
+    request,
+    prompt,
+    generated,
+    output_est,
+    now,
+    block_size,
+    retracted,
+):
+    """Admit a request into a free slot; returns the tokens it adds to the prefill backlog, or -1 if it does not fit."""
+    num_tokens = prompt + generated
+    limit = (prompt - 1) // block_size
+    private = -(-num_tokens // block_size) - limit
+    pinned = kv.count[PINNED] + kv_cache.blocks_to_pin(kv, request)
+    num_blocks = len(kv.next_block)
+    if pinned + kv.count[PRIVATE] + private > num_blocks:
+        return -1
+    left = output_est - generated
+    if left < 1.0:
+        left = max(1.0, (OVERRUN_FACTOR - 1.0) * generated)
+    if num_running > 0:
+        until = now + np.int64(np.ceil(left))
+        if _projected_peak(projection, private * block_size, until, now) > (num_blocks - pinned) * block_size:
+            return -1
+    seqs.running[num_running] = slot
+    seqs.request[slot] = request
+    seqs.prompt[slot] = prompt
+    seqs.num_tokens[slot] = num_tokens
+    seqs.num_computed[slot] = 0
+    seqs.block_limit[slot] = limit
+    seqs.path_length[slot] = kv_cache.acquire_path(kv, request, seqs.path[slot])
+    seqs.level[slot] = 0
+    seqs.private_head[slot] = seqs.private_tail[slot] = NONE
+    seqs.private_length[slot] = 0
+    seqs.private_committed[slot] = private
+    kv.count[PRIVATE] += private
+    seqs.recomputes[slot] = retracted
+    _start_projection(seqs, projection, slot, left, now, block_size)
+    return _uncomputed(kv, seqs, counted, slot, now, block_size)
+
+
+@numba.njit(cache=True, nogil=True)
+def _release_slot(kv, seqs, projection, slot, num_running, finished, free_when_unused, now):  # type: ignore[no-untyped-def]
+    kv_cache.free_chain(kv, seqs.private_head[slot], seqs.private_tail[slot], seqs.private_length[slot])
+    kv.count[PRIVATE] -= seqs.private_committed[slot]
+    kv_cache.release_path(kv, seqs.path[slot], seqs.path_length[slot], finished, free_when_unused)
+    _stop_projection(seqs, projection, slot, now)
+    seqs.request[slot] = -1
+    seqs.private_head[slot] = seqs.private_tail[slot] = NONE
+    seqs.private_length[slot] = seqs.private_committed[slot] = 0
+    kept = 0
+    for i in range(num_running):
+        if seqs.running[i] != slot:
+            seqs.running[kept] = seqs.running[i]
+            kept += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _uncomputed(kv, seqs, counted, slot, now, block_size):  # type: ignore[no-untyped-def]
+    """Tokens the sequence has to compute, leaving out nodes counted for another sequence in this step."""
+    tokens = seqs.num_tokens[slot] - max(seqs.num_computed[slot], seqs.block_limit[slot] * block_size)
+    for level in range(seqs.level[slot], seqs.path_length[slot]):
+        node = seqs.path[slot, level]
+        if counted[node] != now:
+            counted[node] = now
+            ahead = max(kv.filled[node] * block_size, seqs.num_computed[slot] - kv.start[node] * block_size)
+            tokens += max(kv.size[node] * block_size - ahead, 0)
+    return tokens
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_backlog(kv, seqs, counted, num_running, now, block_size):  # type: ignore[no-untyped-def]
+    backlog = 0
+    for i in range(num_running):
+        slot = seqs.running[i]
+        if seqs.num_computed[slot] < seqs.num_tokens[slot] - 1:
+            backlog += _uncomputed(kv, seqs, counted, slot, now, block_size)
+    return backlog
+
+
+# -- one step --------------------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def _decode_shortfall(kv, seqs, num_running, num_blocks, block_size):  # type: ignore[no-untyped-def]
+    """Blocks that the next tokens of all decoding sequences need beyond the device."""
+    growth = 0
+    for i in range(num_running):
+        slot = seqs.running[i]
+        if seqs.num_computed[slot] == seqs.num_tokens[slot] - 1:
+            needed = -(-seqs.num_tokens[slot] // block_size) - seqs.block_limit[slot]
+            growth += max(needed - seqs.private_committed[slot], 0)
+    return max(kv.count[PINNED] + kv.count[PRIVATE] + growth - num_blocks, 0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _catch_up(kv, seqs, block_tables, num_cached, slot, block_size):  # type: ignore[no-untyped-def]
+    """Skip what others have computed (or compute earlier in this batch) of the sequence's path."""
+    while seqs.level[slot] < seqs.path_length[slot]:
+        node = seqs.path[slot, seqs.level[slot]]
+        done = seqs.num_computed[slot] // block_size - kv.start[node]
+        filled = kv.filled[node]
+        if filled > done:
+            if block_tables.shape[1] > 0:
+                block = kv.head[node]
+                if done > 0:
+                    block = kv.next_block[block_tables[slot, kv.start[node] + done - 1]]
+                for i in range(done, filled):
+                    block_tables[slot, kv.start[node] + i] = block
+                    block = kv.next_block[block]
+            reached = (kv.start[node] + filled) * block_size
+            if not seqs.recomputes[slot]:
+                num_cached[seqs.request[slot]] += reached - seqs.num_computed[slot]
+            seqs.num_computed[slot] = reached
+        if filled < kv.size[node]:
+            break
+        seqs.level[slot] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _allocate(kv, seqs, block_tables, slot, first, end):  # type: ignore[no-untyped-def]
+    """Get blocks number `first` to `end` of a sequence."""
+    limit = seqs.block_limit[slot]
+    level = seqs.level[slot]
+    for index in range(first, end):
+        if index < limit:
+            node = seqs.path[slot, level]
+            while index >= kv.start[node] + kv.size[node]:
+                level += 1
+                node = seqs.path[slot, level]
+            block = kv_cache.extend_node(kv, node)
+        else:
+            block = kv_cache.take_block(kv)
+            if seqs.private_length[slot] == 0:
+                seqs.private_head[slot] = block
+            else:
+                kv.next_block[seqs.private_tail[slot]] = block
+            seqs.private_tail[slot] = block
+            seqs.private_length[slot] += 1
+            if seqs.private_length[slot] > seqs.private_committed[slot]:
+                seqs.private_committed[slot] += 1
+                kv.count[PRIVATE] += 1
+        if block_tables.shape[1] > 0:
+            block_tables[slot, index] = block
+
+
+@numba.njit(cache=True, nogil=True)
+def _mark_filled(kv, seqs, slot, end, block_size):  # type: ignore[no-untyped-def]
+    """Let others use the blocks of the sequence's path up to token `end`."""
+    full = end // block_size
+    for level in range(seqs.level[slot], seqs.path_length[slot]):
+        node = seqs.path[slot, level]
+        if full <= kv.start[node]:
+            break
+        kv.filled[node] = max(kv.filled[node], min(full - kv.start[node], kv.size[node]))
+
+
+@numba.njit(cache=True, nogil=True)
+def _chunk_end(kv, seqs, slot, end, block_size):  # type: ignore[no-untyped-def]
+    """Cut a chunk that would end inside a shared block down to the block's start.
+
+    Only whole blocks of a shared node are handed on; half of one would be computed twice by whoever comes next.
+    """
+    if end >= seqs.block_limit[slot] * block_size or end % block_size == 0:
+        return end
+    index = end // block_size
+    for level in range(seqs.level[slot], seqs.path_length[slot]):
+        node = seqs.path[slot, level]
+        if index < kv.start[node] + kv.size[node]:
+            return index * block_size if kv.shared[node] else end
+    return end
+
+
+@numba.njit(cache=True, nogil=True)
+def _form_batch(kv, seqs, num_running, block_tables, num_cached, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
+    """Hand out `target` tokens: one to every decoding sequence first, the rest to prefills in order of admission.
+
+    Writes the batch's columns (slot, request, num_computed, num_tokens) and `samples`; returns the number of rows and
+    the batch's totals.
+    """
+    budget = target
+    rows = 0
+    num_decode = 0
+    kv_read = 0
+    for i in range(num_running):
+        slot = seqs.running[i]
+        computed = seqs.num_computed[slot]
+        if computed != seqs.num_tokens[slot] - 1 or computed < seqs.prompt[slot]:
+            continue
+        if budget == 0:
+            break
+        if computed % block_size == 0:
+            _allocate(kv, seqs, block_tables, slot, computed // block_size, computed // block_size + 1)
+        columns[0, rows], columns[1, rows] = slot, seqs.request[slot]
+        columns[2, rows], columns[3, rows] = computed, 1
+        samples[rows] = True
+        rows += 1
+        budget -= 1
+        num_decode += 1
+        kv_read += computed + 1
+    num_prefill = 0
+    pairs = 0.0
+    for i in range(num_running):
+        if budget == 0:
+            break
+        slot = seqs.running[i]
+        num_tokens = seqs.num_tokens[slot]
+        if seqs.num_computed[slot] == num_tokens - 1 and num_tokens > seqs.prompt[slot]:
+            continue
+        _catch_up(kv, seqs, block_tables, num_cached, slot, block_size)
+        computed = seqs.num_computed[slot]
+        end = _chunk_end(kv, seqs, slot, min(num_tokens, computed + budget), block_size)
+        if end <= computed:
+            continue
+        _allocate(kv, seqs, block_tables, slot, -(-computed // block_size), -(-end // block_size))
+        _mark_filled(kv, seqs, slot, end, block_size)
+        columns[0, rows], columns[1, rows] = slot, seqs.request[slot]
+        columns[2, rows], columns[3, rows] = computed, end - computed
+        samples[rows] = end == num_tokens
+        rows += 1
+        budget -= end - computed
+        num_prefill += end - computed
+        pairs += (end - computed) * (computed + (end - computed + 1) / 2)
+    return rows, num_prefill, num_decode, kv_read, pairs
+
+
+@numba.njit(cache=True, nogil=True)
+def _advance_all(seqs, projection, slots, num_tokens, samples, finished, now, block_size):  # type: ignore[no-untyped-def]
+    """Move every surviving row's counters on and correct its memory projection where it proved wrong."""
+    bucket = now // BUCKET_STEPS
+    if now % BUCKET_STEPS == 0:  # the bucket just left becomes the farthest one
+        projection[(bucket - 1) % len(projection)] = 0.0
+    for row in range(len(slots)):
+        if finished[row]:
+            continue
+        slot = slots[row]
+        seqs.num_computed[slot] += num_tokens[row]
+        if not samples[row]:
+            continue
+        seqs.num_tokens[slot] += 1
+        generated = seqs.num_tokens[slot] - seqs.prompt[slot]
+        if num_tokens[row] > 1 or generated == 1:  # prefill has ended only now
+            left = seqs.projected_until[slot] - seqs.projected_from[slot]
+        elif now >= seqs.projected_until[slot]:
+            left = max(OVERRUN_FACTOR * generated - generated, np.float64(BUCKET_STEPS))
+        else:
+            continue
+        _stop_projection(seqs, projection, slot, now)
+        _start_projection(seqs, projection, slot, left, now, block_size)
