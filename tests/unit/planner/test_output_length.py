@@ -1,0 +1,81 @@
+import numpy as np
+
+from blendserve.planner.output_length import PRIOR_OUTPUT_TOKENS, OutputLengthEstimator, sample_requests
+from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
+from blendserve.tokens import PromptTokens
+
+
+def tree_of(prompts: list[list[int]]) -> PrefixTree:
+    tokens = PromptTokens.from_lists(prompts)
+    return PrefixTree.build(PromptOrder.of(tokens), tokens.lengths)
+
+
+GROUPS = tree_of([[1, 1, 1], [1, 1, 2], [1, 1, 3], [1, 2, 1], [1, 2, 2], [8, 8], [8, 9]])
+UNKNOWN = np.zeros(7, dtype=np.int32)
+CAP = np.full(7, 1000, dtype=np.int32)
+
+
+def test_before_anything_finished_the_prior_holds() -> None:
+    cap = np.array([10, 1000, 1000, 1000, 1000, 1000, 1000], dtype=np.int32)
+    estimate = OutputLengthEstimator(GROUPS, cap, UNKNOWN).estimate()
+    assert estimate[0] == 10
+    assert estimate[1] == PRIOR_OUTPUT_TOKENS
+
+
+def test_nearest_subtree_then_siblings_then_ancestors() -> None:
+    estimator = OutputLengthEstimator(GROUPS, CAP, UNKNOWN)
+    estimator.finished(0, 40)
+    estimator.finished(1, 60)
+    estimate = estimator.estimate()
+    assert estimate[0] == 40  # finished: exact
+    assert estimate[2] == 50  # its own subtree [1, 1]
+    assert estimate[3] == 50  # subtree [1, 2] has no sample: its siblings' mean
+    assert estimate[5] == 50  # subtree [8]: the root's mean
+    estimator.finished(3, 200)
+    estimate = estimator.estimate()
+    assert estimate[4] == 200
+    assert estimate[2] == 50
+    assert estimate[5] == 100
+
+
+def test_declared_lengths_and_caps_win() -> None:
+    declared = np.array([0, 0, 777, 0, 0, 0, 0], dtype=np.int32)
+    cap = np.array([1000, 1000, 1000, 30, 1000, 1000, 1000], dtype=np.int32)
+    estimator = OutputLengthEstimator(GROUPS, cap, declared)
+    estimator.finished(0, 90)
+    estimate = estimator.estimate()
+    assert estimate[2] == 777
+    assert estimate[3] == 30
+    assert estimate[1] == 90
+
+
+def test_every_large_subtree_is_sampled() -> None:
+    prompts = [[group, i] for group in range(5) for i in range(40)]
+    tree = tree_of(prompts)
+    cap = np.full(len(prompts), 100, dtype=np.int32)
+    sampled = sample_requests(tree, cap, np.zeros(len(prompts), dtype=np.int32), ratio=0.01, min_per_subtree=4)
+    assert sorted(np.bincount(sampled // 40).tolist()) == [4] * 5
+    assert len(set(sampled.tolist())) == len(sampled)
+
+
+def test_a_common_system_prompt_does_not_hide_the_strata() -> None:
+    prompts = [[7, 7, 7, group, i] for group in range(5) for i in range(40)]
+    tree = tree_of(prompts)
+    cap = np.full(len(prompts), 100, dtype=np.int32)
+    sampled = sample_requests(tree, cap, np.zeros(len(prompts), dtype=np.int32), min_per_subtree=4)
+    assert (np.bincount(sampled // 40, minlength=5) >= 4).all()
+
+
+def test_requests_without_prefix_are_divided_by_max_tokens() -> None:
+    prompts = [[i, i] for i in range(60)]
+    tree = tree_of(prompts)
+    cap = np.array([8] * 50 + [500] * 10, dtype=np.int32)
+    sampled = sample_requests(tree, cap, np.zeros(60, dtype=np.int32), ratio=0.01, min_per_subtree=4)
+    assert np.bincount((sampled >= 50).astype(int)).tolist() == [4, 4]
+
+
+def test_declared_lengths_are_not_sampled() -> None:
+    prompts = [[1, i] for i in range(20)]
+    tree = tree_of(prompts)
+    cap = np.full(20, 100, dtype=np.int32)
+    assert len(sample_requests(tree, cap, np.full(20, 5, dtype=np.int32))) == 0

@@ -1,0 +1,103 @@
+"""Check values of BlendServe §4 and Table 1."""
+
+from dataclasses import replace
+
+import pytest
+
+from blendserve.cost_model import CostModel, HardwareSpec, Overlap, memory_split, profile_names
+from blendserve.errors import ConfigError
+from blendserve.models import ModelSpec
+
+LLAMA_3_8B = ModelSpec(
+    name="llama-3-8b",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    params=8.03e9,
+    active_params=8.03e9,
+    max_model_len=8192,
+)
+A100 = HardwareSpec.load("a100-80g-paper")
+
+
+def test_kv_bytes_of_a_token() -> None:
+    assert LLAMA_3_8B.kv_bytes_per_token == 131_072
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "sharing", "density", "density_with_attention"),
+    [(804, 2, 0.8646, 54.3, 55.7), (2508, 23, 0.0, 35.0, 37.8), (496, 510, 0.0, 2.1, 2.12), (121, 16_000, 0.0, 0.1, 0.1)],
+)
+def test_densities_of_the_paper(
+    prompt: int, output: int, sharing: float, density: float, density_with_attention: float
+) -> None:
+    """The paper's figures leave the p² term out, though its formula has it; ours keeps it."""
+    cost = CostModel(LLAMA_3_8B, A100, at_peak=True)
+    gemm_s = cost.decode_compute_s(prompt + output)
+    memory_s = cost.memory_s(prompt, output)
+    assert (1 - sharing) * gemm_s / memory_s == pytest.approx(density, rel=0.02)
+    assert (1 - sharing) * cost.density(prompt, output) == pytest.approx(density_with_attention, rel=0.01)
+
+
+def test_memory_split_of_figure_6() -> None:
+    left = memory_split(60.0, 3.73, 0.096, 1.27)
+    assert left == pytest.approx(19.3, abs=0.15)
+    assert 60.0 - left == pytest.approx(40.7, abs=0.15)
+
+
+@pytest.mark.parametrize(("root", "expected"), [(5.0, 60.0), (0.01, 0.0)])
+def test_memory_split_is_clamped(root: float, expected: float) -> None:
+    assert memory_split(60.0, 3.73, 0.096, root) == expected
+
+
+def test_memory_split_of_equal_sides_does_not_divide_by_zero() -> None:
+    assert memory_split(60.0, 1.0, 1.0, 1.0) == 60.0
+    assert memory_split(60.0, 1.0, 1.0, 0.5) == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "milliseconds"), [(512, 1.087), (768, 1.537), (1024, 2.005)])
+def test_gemm_time_of_table_1(tokens: int, milliseconds: float) -> None:
+    step = CostModel(LLAMA_3_8B, A100).step_cost(tokens, 0)
+    assert step.compute_s * 1e3 / 32 == pytest.approx(milliseconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("requests", "milliseconds"), [(512, 1.317), (768, 1.913), (1024, 2.515)])
+def test_decode_attention_time_of_table_1(requests: int, milliseconds: float) -> None:
+    step = CostModel(LLAMA_3_8B, A100).step_cost(requests, requests * 1024)
+    assert step.memory_s * 1e3 / 32 == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_a_prefix_costs_the_difference_of_two_depths() -> None:
+    cost = CostModel(LLAMA_3_8B, A100)
+    whole = cost.prefill_compute_s(1000)
+    assert whole > cost.prefill_compute_s(600) + cost.prefill_compute_s(400)  # later tokens attend to more
+
+
+def test_overlap_functions() -> None:
+    assert Overlap("sum")(3.0, 2.0) == 5.0
+    assert Overlap("max_plus_min", 0.35)(3.0, 2.0) == pytest.approx(3.7)
+    assert Overlap("p_norm", 2.3)(1.0, 1.0) == pytest.approx(1.35, abs=0.005)
+
+
+def test_a_step_that_only_prefills_reads_no_kv() -> None:
+    step = CostModel(LLAMA_3_8B, A100).step_cost(512, 0)
+    assert step.memory_s == 0.0
+    assert step.step_s == pytest.approx(step.compute_s)
+
+
+def test_small_steps_cost_the_weights() -> None:
+    cost = CostModel(LLAMA_3_8B, replace(A100, token_granularity=1))
+    assert cost.step_cost(1, 100).compute_s == pytest.approx(8.1e-3, rel=0.02)
+
+
+def test_all_shipped_profiles_load_and_say_where_they_come_from() -> None:
+    for name in profile_names():
+        assert HardwareSpec.load(name).provenance
+
+
+def test_unknown_profile_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="a100-80g-paper"):
+        HardwareSpec.load("b300")
