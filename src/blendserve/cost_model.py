@@ -101,7 +101,9 @@ class HardwareSpec:
 def profile_names() -> list[str]:
     """Names of the hardware profiles shipped with the package."""
     folder = resources.files("blendserve") / "profiles"
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return sorted(
+        entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")
+    )
 
 
 class StepCost(NamedTuple):
@@ -189,9 +191,13 @@ class CostModel:
         gemm_s = model.num_layers * hw.gemm_overhead_s + 2.0 * padded * model.active_params / self._gemm_rate
         weights_s = model.active_params * model.bytes_per_weight / (hw.bandwidth * hw.weight_load_efficiency)
         attention_flops = 4.0 * query_key_pairs * model.num_heads * model.head_dim * model.num_layers
-        compute_s = max(gemm_s, weights_s) + attention_flops / self._prefill_attention_rate if num_tokens else 0.0
+        compute_s = (
+            max(gemm_s, weights_s) + attention_flops / self._prefill_attention_rate if num_tokens else 0.0
+        )
         memory_s = (
-            model.num_layers * hw.attention_overhead_s + kv_tokens_read * self._kv_s_per_token if kv_tokens_read else 0.0
+            model.num_layers * hw.attention_overhead_s + kv_tokens_read * self._kv_s_per_token
+            if kv_tokens_read
+            else 0.0
         )
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
 

@@ -72,7 +72,7 @@ class RequestTable:
 
     def sampling_params(self, request: int) -> SamplingParams:
         """Sampling parameters of one request."""
-        return self.params[self.params_index[request]]
+        return self.params[int(self.params_index[request])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from blendserve.planner.tree_order import OrderConfig
 from tests.workload import COST_MODEL, request_table
 
 PROMPTS = st.integers(0, 3).flatmap(
-    lambda alphabet: st.lists(st.lists(st.integers(0, alphabet), min_size=1, max_size=12), min_size=1, max_size=40)
+    lambda alphabet: st.lists(
+        st.lists(st.integers(0, alphabet), min_size=1, max_size=12), min_size=1, max_size=40
+    )
 )
 
 
@@ -46,7 +48,9 @@ def test_the_block_tree_shares_exactly_the_common_blocks(prompts: list[list[int]
 
 @settings(deadline=None)
 @given(PROMPTS, st.data())
-def test_the_order_is_a_permutation_and_its_units_cover_it(prompts: list[list[int]], data: st.DataObject) -> None:
+def test_the_order_is_a_permutation_and_its_units_cover_it(
+    prompts: list[list[int]], data: st.DataObject
+) -> None:
     lengths = [data.draw(st.sampled_from([1, 2, 50, 300, 4000])) for _ in prompts]
     plan = make_plan(request_table(prompts, 5000, lengths), COST_MODEL)
     order = plan.leaf_order
@@ -67,7 +71,9 @@ def test_densities_never_rise_where_the_budget_allows(prompts: list[list[int]], 
 
 @settings(deadline=None)
 @given(PROMPTS, st.floats(0.0, 1.0), st.data())
-def test_splitting_stays_within_its_budget(prompts: list[list[int]], budget: float, data: st.DataObject) -> None:
+def test_splitting_stays_within_its_budget(
+    prompts: list[list[int]], budget: float, data: st.DataObject
+) -> None:
     lengths = [data.draw(st.sampled_from([1, 2, 50, 300, 4000])) for _ in prompts]
     config = PlanConfig(order=OrderConfig(split_budget=budget, split_gap=1.0))
     plan = make_plan(request_table(prompts, 5000, lengths), COST_MODEL, config)

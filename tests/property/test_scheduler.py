@@ -34,7 +34,9 @@ class ShadowedRun:
             with_block_tables=True,
             cost_model=COST_MODEL,
         )
-        self.executor = SimulatedExecutor(COST_MODEL, output_tokens=np.array(job.output_tokens, dtype=np.int32))
+        self.executor = SimulatedExecutor(
+            COST_MODEL, output_tokens=np.array(job.output_tokens, dtype=np.int32)
+        )
         self.executor.start(requests)
         self.written: Written = {}
         self.cached: dict[int, int] = {}

@@ -29,7 +29,12 @@ def test_kv_bytes_of_a_token() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "output", "sharing", "density", "density_with_attention"),
-    [(804, 2, 0.8646, 54.3, 55.7), (2508, 23, 0.0, 35.0, 37.8), (496, 510, 0.0, 2.1, 2.12), (121, 16_000, 0.0, 0.1, 0.1)],
+    [
+        (804, 2, 0.8646, 54.3, 55.7),
+        (2508, 23, 0.0, 35.0, 37.8),
+        (496, 510, 0.0, 2.1, 2.12),
+        (121, 16_000, 0.0, 0.1, 0.1),
+    ],
 )
 def test_densities_of_the_paper(
     prompt: int, output: int, sharing: float, density: float, density_with_attention: float

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from blendserve.cost_model import CostModel
+from blendserve.cost_model import CostModel, HardwareSpec
+from blendserve.errors import ConfigError
+from blendserve.models import ModelFiles, ModelSpec
 from blendserve.request import RequestTable, StepOutput
 from blendserve.scheduling.policies import Policy
+
+if TYPE_CHECKING:
+    from blendserve.planner.prefix_tree import Ints
+    from blendserve.tokenizer import Tokenizer
+
+EngineName = Literal["native", "simulated"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+AttentionBackend = Literal["auto", "c", "torch"]
+DEFAULT_HARDWARE = {"native": "cpu-2core-avx2", "simulated": "a100-80g-paper"}
 
 
 class Engine(Protocol):
@@ -29,3 +41,108 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the engine's memory and processes; the engine cannot be used afterwards."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine runs; names are vLLM's. None leaves the choice to the engine."""
+
+    engine: EngineName = "native"
+    hardware: str | None = None
+    """profile that densities and step costs are taken from: a shipped name or a JSON file"""
+    dtype: Dtype = "auto"
+    max_model_len: int | None = None
+    """most tokens of a request, prompt and output together; None: the model's own limit"""
+    block_size: int | None = None
+    kv_cache_memory: int | None = None
+    """bytes for the KV cache; None: a share of the memory that is free"""
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    free_unused_prefixes: bool = True
+    """free a prefix once no waiting request can use it, instead of leaving it to LRU eviction"""
+    attention_backend: AttentionBackend = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+
+    def hardware_spec(self) -> HardwareSpec:
+        """The profile, with the limits given here in place of its own.
+
+        Raises:
+            ConfigError: no such profile.
+        """
+        spec = HardwareSpec.load(self.hardware or DEFAULT_HARDWARE[self.engine])
+        given = {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "kv_cache_bytes": self.kv_cache_memory,
+        }
+        return replace(spec, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def context_limit(self, model: ModelSpec) -> int:
+        """Most tokens of a request.
+
+        Raises:
+            ConfigError: more is asked for than the model can do.
+        """
+        if self.max_model_len is None:
+            return model.max_model_len
+        if not 1 <= self.max_model_len <= model.max_model_len:
+            raise ConfigError(
+                f"--max-model-len {self.max_model_len} is outside 1 .. {model.max_model_len}, the context of {model.name}"
+            )
+        return self.max_model_len
+
+    def cost_model(self, files: ModelFiles) -> CostModel:
+        """What requests cost on this engine, before it is opened."""
+        element_bytes = 2.0
+        if self.engine == "native":
+            from blendserve.engines.native import dtype_bytes
+
+            element_bytes = dtype_bytes(self.dtype)
+        model = ModelSpec.from_config(
+            files.config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
+        )
+        return CostModel(model, self.hardware_spec())
+
+
+def open_engine(
+    config: EngineConfig,
+    files: ModelFiles,
+    tokenizer: Tokenizer,
+    cost_model: CostModel,
+    *,
+    output_tokens: Ints | None = None,
+) -> Engine:
+    """Load a model and get it ready to run.
+
+    Args:
+        config: which engine, and how.
+        files: the model.
+        tokenizer: of the model.
+        cost_model: `config.cost_model(files)`.
+        output_tokens: [num_requests] lengths that the simulated engine generates; others ignore it.
+
+    Raises:
+        ConfigError: the engine cannot run this model with these options.
+    """
+    from blendserve.engines.batching import BatchingEngine, Executor
+    from blendserve.scheduling.scheduler import SchedulerConfig
+
+    max_model_len = config.context_limit(cost_model.model)
+    executor: Executor
+    if config.engine == "simulated":
+        from blendserve.engines.simulated import SimulatedExecutor
+
+        executor = SimulatedExecutor(cost_model, output_tokens=output_tokens)
+    else:
+        from blendserve.engines.native import open_executor
+
+        executor = open_executor(config, files.folder, tokenizer, cost_model, max_model_len)
+    hardware = cost_model.hardware
+    scheduler = SchedulerConfig(
+        max_num_seqs=hardware.max_num_seqs,
+        max_num_batched_tokens=hardware.max_num_batched_tokens,
+        free_unused_prefixes=config.free_unused_prefixes,
+    )
+    return BatchingEngine(executor, scheduler)

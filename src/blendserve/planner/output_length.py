@@ -87,12 +87,14 @@ def sample_requests(
     by_stratum = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     labels, start, size = np.unique(stratum[by_stratum], return_index=True, return_counts=True)
     del labels
-    wanted = np.minimum(size, np.maximum(np.ceil(size * ratio).astype(np.int64), min(min_per_subtree, 1 << 30)))
+    wanted = np.minimum(
+        size, np.maximum(np.ceil(size * ratio).astype(np.int64), min(min_per_subtree, 1 << 30))
+    )
     # A subtree smaller than twice the minimum learns more from its siblings than sampling half of it is worth.
     wanted = np.where(size < 2 * min_per_subtree, np.minimum(size, 1), wanted)
     position = np.arange(len(by_stratum)) - np.repeat(start, size)
     chosen = by_stratum[position < np.repeat(wanted, size)]
-    return tree.requests[rng.permutation(chosen)]
+    return np.asarray(tree.requests[rng.permutation(chosen)])
 
 
 def _strata(tree: PrefixTree, max_tokens: Ints) -> NDArray[np.int64]:

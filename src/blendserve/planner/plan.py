@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import zipfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ PLAN_FORMAT = 1
 class PlanConfig:
     """What the planner may decide."""
 
-    order: OrderConfig = OrderConfig()
+    order: OrderConfig = field(default_factory=OrderConfig)
     sample_ratio: float = 0.01
     """share of the requests that run first, to learn output lengths"""
     min_samples_per_subtree: int = 4
@@ -90,7 +90,9 @@ class Plan:
         """This plan with other expected output lengths, sorted, split and merged anew."""
         costs = LeafCosts.of(self.tree, output_tokens_est, self.cost_model)
         return replace(
-            self, output_tokens_est=output_tokens_est, leaf_order=order_leaves(self.tree, costs, self.config.order)
+            self,
+            output_tokens_est=output_tokens_est,
+            leaf_order=order_leaves(self.tree, costs, self.config.order),
         )
 
     def own_prompt_tokens(self) -> Ints:
@@ -137,7 +139,11 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write the plan as one `.npz` file, atomically."""
-        meta = {"format": PLAN_FORMAT, "config": asdict(self.config), "signature": self._signature(self.prompt_order)}
+        meta = {
+            "format": PLAN_FORMAT,
+            "config": asdict(self.config),
+            "signature": self._signature(self.prompt_order),
+        }
         columns: dict[str, NDArray[Any]] = {
             "meta": np.frombuffer(orjson.dumps(meta), dtype=np.uint8),
             "sorted_requests": self.prompt_order.requests,
@@ -164,11 +170,19 @@ class Plan:
                 order = PromptOrder(columns["sorted_requests"], columns["common"])
                 sampled, output_tokens_est = columns["sampled"], columns["output_tokens_est"]
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise PlanError(f"{path} is not a saved plan: {error}; make one with `blendserve plan --save`") from error
+            raise PlanError(
+                f"{path} is not a saved plan: {error}; make one with `blendserve plan --save`"
+            ) from error
         if meta.get("format") != PLAN_FORMAT:
-            raise PlanError(f"{path} has plan format {meta.get('format')}, expected {PLAN_FORMAT}; make the plan again")
-        if len(order.requests) != len(requests) or meta["signature"] != cls._signature(PromptOrder.of(requests.tokens)):
-            raise PlanError(f"{path} was made for other requests; make the plan again with `blendserve plan --save`")
+            raise PlanError(
+                f"{path} has plan format {meta.get('format')}, expected {PLAN_FORMAT}; make the plan again"
+            )
+        if len(order.requests) != len(requests) or meta["signature"] != cls._signature(
+            PromptOrder.of(requests.tokens)
+        ):
+            raise PlanError(
+                f"{path} was made for other requests; make the plan again with `blendserve plan --save`"
+            )
         config = meta["config"]
         config["order"] = OrderConfig(**config["order"])
         return _assemble(order, requests, cost_model, PlanConfig(**config), sampled, output_tokens_est)
@@ -205,7 +219,9 @@ def _assemble(
             seed=config.seed,
         )
     if output_tokens_est is None:
-        output_tokens_est = OutputLengthEstimator(tree, requests.max_tokens, requests.declared_tokens).estimate()
+        output_tokens_est = OutputLengthEstimator(
+            tree, requests.max_tokens, requests.declared_tokens
+        ).estimate()
     costs = LeafCosts.of(tree, output_tokens_est, cost_model)
     return Plan(
         prompt_order=order,

@@ -50,7 +50,13 @@ class LeafCosts:
         """Costs for `output_tokens` [num_requests], given by request."""
         by_leaf = output_tokens[tree.requests]
         length = tree.length.astype(np.float64)
-        return cls(cost_model.memory_s(length, by_leaf), cost_model.decode_compute_s(by_leaf), length, by_leaf, cost_model)
+        return cls(
+            cost_model.memory_s(length, by_leaf),
+            cost_model.decode_compute_s(by_leaf),
+            length,
+            by_leaf,
+            cost_model,
+        )
 
     def own_compute_s(self, start: Ints) -> Floats:
         """Compute of each leaf beyond its first `start` tokens, which another leaf computes."""
@@ -91,7 +97,9 @@ def order_leaves(tree: PrefixTree, costs: LeafCosts, config: OrderConfig = Order
         split[affordable] = True
         split_tokens += int(recomputed[len(affordable) - 1])
         layers = _sort_layers(tree, costs, split)
-    unit_start, unit_density = _merge_units(layers.unit_start, layers.unit_compute, layers.unit_memory, config.merge_gap)
+    unit_start, unit_density = _merge_units(
+        layers.unit_start, layers.unit_compute, layers.unit_memory, config.merge_gap
+    )
     return LeafOrder(
         requests=tree.requests[layers.order],
         density=layers.density[layers.order],
@@ -189,7 +197,12 @@ def _walk(children, child_start, is_unit, occupied, segment_compute, compute, me
             top += 1
             stack[top], in_unit[top] = children[i], inside
     unit_start[num_units] = num_leaves
-    return order, unit_start[: num_units + 1].copy(), unit_compute[:num_units].copy(), unit_memory[:num_units].copy()
+    return (
+        order,
+        unit_start[: num_units + 1].copy(),
+        unit_compute[:num_units].copy(),
+        unit_memory[:num_units].copy(),
+    )
 
 
 def _outliers(tree: PrefixTree, layers: _Layers, split: NDArray[np.bool_], gap: float) -> Ints:
@@ -219,7 +232,8 @@ def _outliers(tree: PrefixTree, layers: _Layers, split: NDArray[np.bool_], gap: 
 def _breach(density: Floats, floor_before: Floats, ceiling_after: Floats) -> Floats:
     """Factor by which each density exceeds the least one before it, or falls short of the greatest one after it."""
     return np.maximum(
-        density / np.maximum(np.minimum(floor_before, 1e300), _TINY), ceiling_after / np.maximum(density, _TINY)
+        density / np.maximum(np.minimum(floor_before, 1e300), _TINY),
+        ceiling_after / np.maximum(density, _TINY),
     )
 
 

@@ -35,7 +35,7 @@ NONE = np.int32(-1)
 
 
 class Count(IntEnum):
-    """Slots of `KVState.count`."""
+    """Slots of `KVState.counts`."""
 
     FREE_HEAD = 0
     NUM_FREE = 1
@@ -57,7 +57,7 @@ class KVState(NamedTuple):
 
     next_block: Ints
     """[num_blocks] the next block of the same chain or of the free list"""
-    count: NDArray[np.int64]
+    counts: NDArray[np.int64]
     """[len(Count)]"""
     leaf: Ints
     """[num_requests] deepest node of each request's path; 0 (the root) if it has no full block to share"""
@@ -93,9 +93,9 @@ def make_kv_state(tree: PrefixTree, num_blocks: int) -> KVState:
     leaf[tree.requests] = np.where(own > 0, leaf_node, tree.leaf_parent)
     num_nodes = num_inner + num_leaves
     segment = tree.segment
-    count = np.zeros(len(Count), dtype=np.int64)
-    count[NUM_FREE] = num_blocks
-    count[LRU_HEAD] = count[LRU_TAIL] = NONE
+    counts = np.zeros(len(Count), dtype=np.int64)
+    counts[NUM_FREE] = num_blocks
+    counts[LRU_HEAD] = counts[LRU_TAIL] = NONE
     next_block = np.arange(1, num_blocks + 1, dtype=np.int32)
     next_block[-1] = NONE
 
@@ -104,7 +104,7 @@ def make_kv_state(tree: PrefixTree, num_blocks: int) -> KVState:
 
     return KVState(
         next_block=next_block,
-        count=count,
+        counts=counts,
         leaf=leaf,
         parent=np.concatenate((np.maximum(tree.parent, 0), tree.leaf_parent)).astype(np.int32),
         start=np.concatenate((tree.depth - segment, tree.leaf_start)).astype(np.int32),
@@ -146,11 +146,11 @@ def longest_path(kv):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def take_block(kv):  # type: ignore[no-untyped-def]
     """A free block, evicting the least recently used node if none is free; the caller has committed it before."""
-    if kv.count[NUM_FREE] == 0:
+    if kv.counts[NUM_FREE] == 0:
         _evict(kv)
-    block = kv.count[FREE_HEAD]
-    kv.count[FREE_HEAD] = kv.next_block[block]
-    kv.count[NUM_FREE] -= 1
+    block = kv.counts[FREE_HEAD]
+    kv.counts[FREE_HEAD] = kv.next_block[block]
+    kv.counts[NUM_FREE] -= 1
     kv.next_block[block] = NONE
     return block
 
@@ -159,9 +159,9 @@ def take_block(kv):  # type: ignore[no-untyped-def]
 def free_chain(kv, head, tail, length):  # type: ignore[no-untyped-def]
     """Give a chain of blocks back."""
     if length > 0:
-        kv.next_block[tail] = kv.count[FREE_HEAD]
-        kv.count[FREE_HEAD] = head
-        kv.count[NUM_FREE] += length
+        kv.next_block[tail] = kv.counts[FREE_HEAD]
+        kv.counts[FREE_HEAD] = head
+        kv.counts[NUM_FREE] += length
 
 
 @numba.njit(cache=True, nogil=True)
@@ -174,7 +174,7 @@ def _empty_node(kv, node):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def _evict(kv):  # type: ignore[no-untyped-def]
     """Empty the least recently used node. Children are released before their parents, so it has no filled child."""
-    node = kv.count[LRU_HEAD]
+    node = kv.counts[LRU_HEAD]
     assert node >= 0  # else more was committed than there is
     _lru_remove(kv, node)
     _empty_node(kv, node)
@@ -186,25 +186,25 @@ def _lru_remove(kv, node):  # type: ignore[no-untyped-def]
     if before >= 0:
         kv.lru_next[before] = after
     else:
-        kv.count[LRU_HEAD] = after
+        kv.counts[LRU_HEAD] = after
     if after >= 0:
         kv.lru_previous[after] = before
     else:
-        kv.count[LRU_TAIL] = before
+        kv.counts[LRU_TAIL] = before
     kv.lru_previous[node] = kv.lru_next[node] = NONE
-    kv.count[EVICTABLE] -= kv.allocated[node]
+    kv.counts[EVICTABLE] -= kv.allocated[node]
 
 
 @numba.njit(cache=True, nogil=True)
 def _lru_append(kv, node):  # type: ignore[no-untyped-def]
-    last = kv.count[LRU_TAIL]
+    last = kv.counts[LRU_TAIL]
     kv.lru_previous[node], kv.lru_next[node] = last, NONE
     if last >= 0:
         kv.lru_next[last] = node
     else:
-        kv.count[LRU_HEAD] = node
-    kv.count[LRU_TAIL] = node
-    kv.count[EVICTABLE] += kv.allocated[node]
+        kv.counts[LRU_HEAD] = node
+    kv.counts[LRU_TAIL] = node
+    kv.counts[EVICTABLE] += kv.allocated[node]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -228,7 +228,7 @@ def acquire_path(kv, request, path):  # type: ignore[no-untyped-def]
         if kv.refs[node] == 0:
             if kv.allocated[node] > 0:
                 _lru_remove(kv, node)
-            kv.count[PINNED] += kv.size[node]
+            kv.counts[PINNED] += kv.size[node]
         kv.refs[node] += 1
         node = kv.parent[node]
     return length
@@ -248,7 +248,7 @@ def release_path(kv, path, length, finished, free_when_unused):  # type: ignore[
             kv.users[node] -= 1
         if kv.refs[node] > 0:
             continue
-        kv.count[PINNED] -= kv.size[node]
+        kv.counts[PINNED] -= kv.size[node]
         if free_when_unused and kv.users[node] == 0:
             _empty_node(kv, node)
             continue
@@ -300,7 +300,7 @@ def check_conservation(kv: KVState, private_heads: Ints, private_lengths: Ints) 
             seen[block] += 1
             block = kv.next_block[block]
 
-    walk(int(kv.count[FREE_HEAD]), int(kv.count[NUM_FREE]), "free list")
+    walk(int(kv.counts[FREE_HEAD]), int(kv.counts[NUM_FREE]), "free list")
     for node in np.flatnonzero(kv.allocated):
         walk(int(kv.head[node]), int(kv.allocated[node]), f"chain of node {node}")
         assert kv.filled[node] <= kv.allocated[node] <= kv.size[node], f"node {node} is overfull"
@@ -308,10 +308,10 @@ def check_conservation(kv: KVState, private_heads: Ints, private_lengths: Ints) 
         walk(int(head), int(length), "private chain")
     assert (seen == 1).all(), f"blocks in no place or in several: {np.flatnonzero(seen != 1)[:10]}"
     in_use = kv.refs > 0
-    assert kv.count[PINNED] == kv.size[in_use].sum(), "pinned blocks miscounted"
-    assert kv.count[EVICTABLE] == kv.allocated[~in_use].sum(), "evictable blocks miscounted"
-    assert kv.count[PRIVATE] >= private_lengths.sum(), "private blocks not committed"
-    assert kv.count[PINNED] + kv.count[PRIVATE] <= num_blocks, "more blocks committed than there are"
+    assert kv.counts[PINNED] == kv.size[in_use].sum(), "pinned blocks miscounted"
+    assert kv.counts[EVICTABLE] == kv.allocated[~in_use].sum(), "evictable blocks miscounted"
+    assert kv.counts[PRIVATE] >= private_lengths.sum(), "private blocks not committed"
+    assert kv.counts[PINNED] + kv.counts[PRIVATE] <= num_blocks, "more blocks committed than there are"
     filled_child = (kv.filled[1:] > 0) & (kv.parent[1:] > 0)
     parents = kv.parent[1:][filled_child]
     assert (kv.filled[parents] == kv.size[parents]).all(), "a node is filled before its parent"

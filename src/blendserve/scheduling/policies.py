@@ -7,7 +7,7 @@ scheduler exactly, and an external engine's admission window by estimate.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,18 @@ FIRST_REPLAN_AFTER = 16
 class Control(Protocol):
     """What a policy may see and do between two steps."""
 
-    max_num_batched_tokens: int
-    kv_capacity_tokens: int
     clock_s: float
     step_index: int
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens of a step."""
+        ...
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """M: tokens of KV that fit."""
+        ...
 
     @property
     def num_running(self) -> int:
@@ -226,7 +234,10 @@ class DualScan(Policy):
         admitted = super()._try_admit(control, request)
         if admitted and self._charge[request] == 0:
             # Sampled and retracted requests belong to the side of the scan on which they lie.
-            self._charge_to(request, left=bool(self._position[request] < self._left + self._right - self._position[request]))
+            self._charge_to(
+                request,
+                left=bool(self._position[request] < self._left + self._right - self._position[request]),
+            )
         return admitted
 
     def _charge_to(self, request: int, *, left: bool) -> None:
@@ -250,7 +261,9 @@ class DualScan(Policy):
         requests, generated = control.running_requests, control.running_output_tokens
         for index in np.flatnonzero(generated > self.output_tokens_est[requests]):
             request = int(requests[index])
-            self.output_tokens_est[request] = min(1.5 * generated[index], float(self.plan.max_tokens[request]))
+            self.output_tokens_est[request] = min(
+                1.5 * generated[index], float(self.plan.max_tokens[request])
+            )
             self._charge_to(request, left=False)
 
     def finished(self, request: int, num_output_tokens: int) -> None:
@@ -264,10 +277,11 @@ class DualScan(Policy):
         super().retracted(request)
 
 
-POLICIES = ("dual-scan", "dfs", "fcfs", "random", "longest-first", "longest-first-dfs")
+PolicyName = Literal["dual-scan", "dfs", "fcfs", "random", "longest-first", "longest-first-dfs"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
-def make_policy(name: str, plan: Plan, *, seed: int = 0) -> Policy:
+def make_policy(name: PolicyName, plan: Plan, *, seed: int = 0) -> Policy:
     """A policy by name, fresh for one run.
 
     `fcfs` keeps the file's order; `dfs` groups shared prefixes (lexicographic order of token ids, as a radix cache
@@ -300,7 +314,11 @@ def _longest_first_dfs(plan: Plan) -> Ints:
     tops = np.flatnonzero(tree.parent == 0)
     group = np.arange(tree.num_leaves)  # a leaf at the root is a group of its own
     for_top = np.repeat(tree.first[tops], tree.end[tops] - tree.first[tops])
-    inside = np.concatenate([np.arange(tree.first[t], tree.end[t]) for t in tops]) if len(tops) else np.empty(0, np.int64)
+    inside = (
+        np.concatenate([np.arange(tree.first[t], tree.end[t]) for t in tops])
+        if len(tops)
+        else np.empty(0, np.int64)
+    )
     group[inside] = for_top
     expected = plan.output_tokens_est[tree.requests]
     total = np.bincount(group, weights=expected, minlength=tree.num_leaves)

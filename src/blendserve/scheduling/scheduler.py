@@ -21,7 +21,7 @@ from blendserve.planner.prefix_tree import Ints, PrefixTree
 from blendserve.request import RequestTable
 from blendserve.scheduling import kv_cache
 from blendserve.scheduling.batch import Batch
-from blendserve.scheduling.kv_cache import NONE, NUM_FREE, PINNED, PRIVATE, Count, KVState
+from blendserve.scheduling.kv_cache import NONE, NUM_FREE, PINNED, PRIVATE, Count
 from blendserve.scheduling.policies import Policy
 
 BUCKET_STEPS = 16
@@ -167,7 +167,7 @@ class Scheduler:
     @property
     def kv_committed_tokens(self) -> int:
         """Tokens of KV that the running sequences hold or are sure to need for the tokens they have."""
-        return int(self._kv.count[PINNED] + self._kv.count[PRIVATE]) * self.block_size
+        return int(self._kv.counts[PINNED] + self._kv.counts[PRIVATE]) * self.block_size
 
     @property
     def kv_usage_ratio(self) -> float:
@@ -258,7 +258,9 @@ class Scheduler:
         )
         target = self.policy.step(self)
         if self._num_running == 0:
-            raise EngineError(f"policy {self.policy.name} admitted none of {self.num_waiting} waiting requests")
+            raise EngineError(
+                f"policy {self.policy.name} admitted none of {self.num_waiting} waiting requests"
+            )
         target = min(max(target, self.block_size), self.config.max_num_batched_tokens)
         columns = np.empty((4, self._num_running), dtype=np.int32)
         samples = np.empty(self._num_running, dtype=np.bool_)
@@ -303,7 +305,9 @@ class Scheduler:
         done = []
         for row in np.flatnonzero(finished):
             slot, request = int(batch.slots[row]), int(batch.requests[row])
-            num_output_tokens = int(self._seqs.num_tokens[slot] - self._seqs.prompt[slot]) + int(batch.samples[row])
+            num_output_tokens = int(self._seqs.num_tokens[slot] - self._seqs.prompt[slot]) + int(
+                batch.samples[row]
+            )
             self._release(slot, finished=True)
             self.num_finished += 1
             self.policy.finished(request, num_output_tokens)
@@ -325,8 +329,10 @@ class Scheduler:
         slots = self._seqs.running[: self._num_running]
         assert len(set(slots.tolist())) == self._num_running
         assert len(self._free_slots) + self._num_running == len(self._seqs.request)
-        kv_cache.check_conservation(self._kv, self._seqs.private_head[slots], self._seqs.private_length[slots])
-        assert self._seqs.private_committed[slots].sum() == self._kv.count[PRIVATE]
+        kv_cache.check_conservation(
+            self._kv, self._seqs.private_head[slots], self._seqs.private_length[slots]
+        )
+        assert self._seqs.private_committed[slots].sum() == self._kv.counts[PRIVATE]
         refs = np.zeros_like(self._kv.refs)
         for slot in slots:
             np.add.at(refs, self._seqs.path[slot, : self._seqs.path_length[slot]], 1)
@@ -335,10 +341,10 @@ class Scheduler:
     def block_counts(self) -> dict[str, int]:
         """Blocks by use: free, evictable, pinned, private; for reports."""
         return {
-            "free": int(self._kv.count[NUM_FREE]),
-            "evictable": int(self._kv.count[Count.EVICTABLE]),
-            "pinned": int(self._kv.count[PINNED]),
-            "private": int(self._kv.count[PRIVATE]),
+            "free": int(self._kv.counts[NUM_FREE]),
+            "evictable": int(self._kv.counts[Count.EVICTABLE]),
+            "pinned": int(self._kv.counts[PINNED]),
+            "private": int(self._kv.counts[PRIVATE]),
         }
 
     def _release(self, slot: int, *, finished: bool) -> None:
@@ -454,9 +460,9 @@ def _admit(  # type: ignore[no-untyped-def]
     num_tokens = prompt + generated
     limit = (prompt - 1) // block_size
     private = -(-num_tokens // block_size) - limit
-    pinned = kv.count[PINNED] + kv_cache.blocks_to_pin(kv, request)
+    pinned = kv.counts[PINNED] + kv_cache.blocks_to_pin(kv, request)
     num_blocks = len(kv.next_block)
-    if pinned + kv.count[PRIVATE] + private > num_blocks:
+    if pinned + kv.counts[PRIVATE] + private > num_blocks:
         return -1
     left = output_est - generated
     if left < 1.0:
@@ -476,7 +482,7 @@ def _admit(  # type: ignore[no-untyped-def]
     seqs.private_head[slot] = seqs.private_tail[slot] = NONE
     seqs.private_length[slot] = 0
     seqs.private_committed[slot] = private
-    kv.count[PRIVATE] += private
+    kv.counts[PRIVATE] += private
     seqs.recomputes[slot] = retracted
     _start_projection(seqs, projection, slot, left, now, block_size)
     return _uncomputed(kv, seqs, counted, slot, now, block_size)
@@ -485,7 +491,7 @@ def _admit(  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def _release_slot(kv, seqs, projection, slot, num_running, finished, free_when_unused, now):  # type: ignore[no-untyped-def]
     kv_cache.free_chain(kv, seqs.private_head[slot], seqs.private_tail[slot], seqs.private_length[slot])
-    kv.count[PRIVATE] -= seqs.private_committed[slot]
+    kv.counts[PRIVATE] -= seqs.private_committed[slot]
     kv_cache.release_path(kv, seqs.path[slot], seqs.path_length[slot], finished, free_when_unused)
     _stop_projection(seqs, projection, slot, now)
     seqs.request[slot] = -1
@@ -533,7 +539,7 @@ def _decode_shortfall(kv, seqs, num_running, num_blocks, block_size):  # type: i
         if seqs.num_computed[slot] == seqs.num_tokens[slot] - 1:
             needed = -(-seqs.num_tokens[slot] // block_size) - seqs.block_limit[slot]
             growth += max(needed - seqs.private_committed[slot], 0)
-    return max(kv.count[PINNED] + kv.count[PRIVATE] + growth - num_blocks, 0)
+    return max(kv.counts[PINNED] + kv.counts[PRIVATE] + growth - num_blocks, 0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -582,7 +588,7 @@ def _allocate(kv, seqs, block_tables, slot, first, end):  # type: ignore[no-unty
             seqs.private_length[slot] += 1
             if seqs.private_length[slot] > seqs.private_committed[slot]:
                 seqs.private_committed[slot] += 1
-                kv.count[PRIVATE] += 1
+                kv.counts[PRIVATE] += 1
         if block_tables.shape[1] > 0:
             block_tables[slot, index] = block
 

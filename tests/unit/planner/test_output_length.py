@@ -53,7 +53,9 @@ def test_every_large_subtree_is_sampled() -> None:
     prompts = [[group, i] for group in range(5) for i in range(40)]
     tree = tree_of(prompts)
     cap = np.full(len(prompts), 100, dtype=np.int32)
-    sampled = sample_requests(tree, cap, np.zeros(len(prompts), dtype=np.int32), ratio=0.01, min_per_subtree=4)
+    sampled = sample_requests(
+        tree, cap, np.zeros(len(prompts), dtype=np.int32), ratio=0.01, min_per_subtree=4
+    )
     assert sorted(np.bincount(sampled // 40).tolist()) == [4] * 5
     assert len(set(sampled.tolist())) == len(sampled)
 

@@ -1,0 +1,238 @@
+"""A job: drives an engine over prepared requests and puts every finished line on disk."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from blendserve.errors import EngineError
+from blendserve.jobs.openai_format import LineError, Prepared, Tokenizer, failure_line, success_line
+from blendserve.jobs.store import ResultStore
+from blendserve.request import Completion, Failure, Result, StepStats
+
+if TYPE_CHECKING:
+    from blendserve.engines import Engine
+    from blendserve.scheduling.policies import Policy
+
+
+@dataclass(slots=True)
+class JobProgress:
+    """Where a running job stands; counts of lines have OpenAI's names."""
+
+    total: int
+    """lines of the input"""
+    num_done: int
+    """lines whose result an earlier run wrote"""
+    completed: int = 0
+    """lines whose result this run wrote"""
+    failed: int = 0
+    failures_by_code: Counter[str] = field(default_factory=Counter)
+
+    num_prompt_tokens: int = 0
+    """of finished requests, one prompt per request"""
+    num_cached_tokens: int = 0
+    """prompt tokens of finished requests that were not computed anew"""
+    num_output_tokens: int = 0
+    """of finished requests"""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    """computed so far, recomputed ones included"""
+    num_decode_tokens: int = 0
+    num_retracted: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage_ratio: float = 0.0
+    elapsed_s: float = 0.0
+    """since the run began, by the wall clock"""
+    engine_s: float = 0.0
+    """sum of the step durations, by the engine's clock; the simulator's is virtual"""
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+
+    def add_step(self, stats: StepStats) -> None:
+        """Count one engine step."""
+        self.num_steps += 1
+        self.num_prefill_tokens += stats.num_prefill_tokens
+        self.num_decode_tokens += stats.num_decode_tokens
+        self.num_retracted += stats.num_retracted
+        self.num_running = stats.num_running
+        self.num_waiting = stats.num_waiting
+        self.kv_usage_ratio = stats.kv_usage_ratio
+        self.engine_s += stats.duration_s
+        self.compute_s += stats.compute_s
+        self.memory_s += stats.memory_s
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """What a job did, finished or not."""
+
+    total: int
+    num_done: int
+    completed: int
+    failed: int
+    failures_by_code: Mapping[str, int]
+    """most frequent first"""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_retracted: int
+    num_steps: int
+    elapsed_s: float
+    engine_s: float
+    compute_s: float
+    memory_s: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every line has a result or an error."""
+        return self.num_done + self.completed + self.failed == self.total
+
+    @property
+    def cached_ratio(self) -> float:
+        """Share of the prompt tokens that came from the prefix cache."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and output tokens of finished requests per second of the engine's clock."""
+        num_tokens = self.num_prompt_tokens + self.num_output_tokens
+        return num_tokens / self.engine_s if self.engine_s else 0.0
+
+
+class Job:
+    """One run over the lines that have no result yet.
+
+    Iterate `run()` to the end. Whatever stops it, Ctrl-C and a dying engine included, every line that was
+    written stays, the store is closed, and the same job can be started again for the rest. A line of several
+    completions is written when it has all of them; interrupted before, they all run again.
+
+    `engine` may be None where `prepared` has no requests. It stays open: whoever opened it closes it.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        engine: Engine | None,
+        policy: Policy,
+        store: ResultStore,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+    ) -> None:
+        self._prepared = prepared
+        self._engine = engine
+        self._policy = policy
+        self._store = store
+        self._tokenizer = tokenizer
+        self._model = model
+        self._is_answered = np.zeros(len(prepared.requests), dtype=np.bool_)
+        self._partial: dict[int, dict[int, Result]] = {}
+        """row -> sample -> result, of rows that wait for more samples"""
+        self.progress = JobProgress(total=prepared.num_lines, num_done=prepared.num_done)
+        """live; the same object that `run` yields"""
+
+    def run(self) -> Iterator[JobProgress]:
+        """Run everything; yields after the failed lines are written and then after every engine step.
+
+        Raises:
+            EngineError: the engine broke, or ended without an answer to every request.
+        """
+        progress, started_s = self.progress, time.perf_counter()
+        try:
+            for error in self._prepared.errors:
+                self._write_failure(error)
+            yield progress
+            if len(self._prepared.requests):
+                assert self._engine is not None
+                for output in self._engine.run(self._prepared.requests, self._policy):
+                    for request, result in output.results:
+                        self._take(request, result)
+                    self._store.sync_if_due()
+                    progress.add_step(output.stats)
+                    progress.elapsed_s = time.perf_counter() - started_s
+                    yield progress
+            if num_open := int(np.count_nonzero(~self._is_answered)):
+                raise EngineError(
+                    f"the engine left {num_open} of {len(self._is_answered)} requests "
+                    "unanswered; the results so far are kept, run the job again for the rest"
+                )
+        finally:
+            progress.elapsed_s = time.perf_counter() - started_s
+            self._store.close()
+
+    @property
+    def summary(self) -> JobSummary:
+        """What was done so far; final once `run` has ended."""
+        progress = self.progress
+        return JobSummary(
+            total=progress.total,
+            num_done=progress.num_done,
+            completed=progress.completed,
+            failed=progress.failed,
+            failures_by_code=dict(progress.failures_by_code.most_common()),
+            num_prompt_tokens=progress.num_prompt_tokens,
+            num_cached_tokens=progress.num_cached_tokens,
+            num_output_tokens=progress.num_output_tokens,
+            num_retracted=progress.num_retracted,
+            num_steps=progress.num_steps,
+            elapsed_s=progress.elapsed_s,
+            engine_s=progress.engine_s,
+            compute_s=progress.compute_s,
+            memory_s=progress.memory_s,
+        )
+
+    def _take(self, request: int, result: Result) -> None:
+        """Count a result and write its line if that has all its completions."""
+        if self._is_answered[request]:
+            raise EngineError(f"the engine answered request {request} twice; please report this")
+        self._is_answered[request] = True
+        if isinstance(result, Completion):
+            self.progress.num_prompt_tokens += int(self._prepared.requests.prompt_tokens[request])
+            self.progress.num_cached_tokens += result.num_cached_tokens
+            self.progress.num_output_tokens += len(result.token_ids)
+
+        row_index = int(self._prepared.row_index[request])
+        row = self._prepared.rows[row_index]
+        by_sample = self._partial.setdefault(row_index, {})
+        by_sample[int(self._prepared.sample_index[request])] = result
+        if len(by_sample) < row.n:
+            return
+        del self._partial[row_index]
+
+        completions: list[Completion] = []
+        for sample in range(row.n):
+            sample_result = by_sample[sample]
+            if isinstance(sample_result, Failure):
+                self._write_failure(
+                    LineError(
+                        row.line,
+                        row.custom_id,
+                        sample_result.code,
+                        sample_result.message,
+                        sample_result.param,
+                        sample_result.status_code,
+                    )
+                )
+                return
+            completions.append(sample_result)
+        line = success_line(
+            row,
+            completions,
+            model=self._model,
+            num_prompt_tokens=int(self._prepared.requests.prompt_tokens[request]),
+            tokenizer=self._tokenizer,
+        )
+        self._store.write_result(line)
+        self.progress.completed += 1
+
+    def _write_failure(self, error: LineError) -> None:
+        self._store.write_error(failure_line(error))
+        self.progress.failed += 1
+        self.progress.failures_by_code[error.code] += 1

@@ -1,0 +1,924 @@
+"""OpenAI Batch files: request lines in, result lines out.
+
+```
+bytes ──read_rows──▶ Row | LineError ──prepare──▶ Prepared ──(engine)──▶ success_line, failure_line ──▶ bytes
+```
+
+A line that cannot be served becomes a `LineError` and the other lines run. What this engine cannot honour is
+refused by name, never dropped: a job of a million lines must not run for hours with a parameter ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+from uuid import uuid4
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from blendserve.errors import ConfigError, RequestError
+from blendserve.request import Completion, RequestTable, SamplingParams, TokenLogprob
+from blendserve.tokens import PromptTokens
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+DEFAULT_COMPLETIONS_MAX_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions; chat goes on to the end of the context"""
+
+_MAX_N = 128
+_MAX_LOGPROBS = 20
+_MIN_LOGPROB = -9999.0
+"""OpenAI's value for "very unlikely"; JSON has no -Infinity"""
+_ENCODE_CHUNK = 2048
+"""lines rendered and encoded at a time; bounds how many prompts exist as text"""
+_UTF8_BOM = b"\xef\xbb\xbf"
+
+_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+_ROLES = ("system", "developer", "user", "assistant")
+
+_HONOURED = frozenset(
+    {
+        "model",
+        "max_tokens",
+        "n",
+        "seed",
+        "stop",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "logprobs",
+        "stream",
+        "ignore_eos",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "add_special_tokens",
+    }
+)
+_HONOURED_BY_URL = {
+    CHAT_URL: _HONOURED
+    | {"messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "chat_template_kwargs"},
+    COMPLETIONS_URL: _HONOURED | {"prompt"},
+}
+
+_IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "parallel_tool_calls",
+        "stream_options",
+        "stream_interval",
+        "priority",
+        "request_id",
+        "session_id",
+        "cache_salt",
+    }
+)
+"""Parameters that change nothing about the completion."""
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "ec_transfer_params": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+"""Parameters of OpenAI or vLLM that cannot be honoured, with the values besides null that ask for nothing."""
+
+
+class Tokenizer(Protocol):
+    """What this module needs of `blendserve.tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation. Raises: RequestError."""
+        ...
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> Sequence[Sequence[int]]:
+        """Token ids of each text."""
+        ...
+
+    def token_text(self, token_id: int, /) -> str:
+        """One token as text."""
+        ...
+
+    def token_bytes(self, token_id: int, /) -> bytes | None:
+        """One token as UTF-8 bytes, possibly part of a character; None if it stands for no text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why a line has no completion, in the terms of the error file."""
+
+    line: int
+    """physical line of the input, from 1"""
+    custom_id: str | None
+    """None where the line has none that can be read"""
+    code: str
+    message: str
+    param: str | None = None
+    status_code: int = 400
+
+    @classmethod
+    def of(cls, error: RequestError, line: int, custom_id: str | None) -> LineError:
+        """A `RequestError` with the line that caused it."""
+        return cls(line, custom_id, error.code, error.message, error.param, error.status_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One good line, as asked; exactly one of `chat` and `prompt` is given."""
+
+    line: int
+    custom_id: str
+    url: str
+    model: str | None
+    chat: list[dict[str, Any]] | None
+    prompt: str | list[int] | None
+    params: SamplingParams
+    max_tokens: int | None
+    n: int = 1
+    output_tokens: int | None = None
+    """expected output length, a hint"""
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PreparedRow(NamedTuple):
+    """What is kept of a line until its result is written."""
+
+    line: int
+    custom_id: str
+    url: str
+    n: int
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A job's input, ready to plan and run.
+
+    Request i is completion `sample_index[i]` of `rows[row_index[i]]`.
+    """
+
+    requests: RequestTable
+    rows: list[PreparedRow]
+    row_index: NDArray[np.int32]
+    """[num_requests]"""
+    sample_index: NDArray[np.int32]
+    """[num_requests] 0 .. n-1 within the row"""
+    errors: list[LineError]
+    """lines that cannot run, in line order"""
+    num_lines: int
+    """lines read, blank ones not counted: `len(rows) + len(errors) + num_done`"""
+    num_done: int
+    """lines left out because their result exists"""
+
+
+# -------- reading --------
+
+
+def read_rows(path: str | Path, *, output_tokens_field: str | None = None) -> Iterator[Row | LineError]:
+    """Every line of a batch file that is not blank, in order; `-` reads standard input.
+
+    `output_tokens_field` names a body parameter that says how many tokens the output is expected to have.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        if str(path) == "-":
+            yield from parse_lines(sys.stdin.buffer, output_tokens_field=output_tokens_field)
+        else:
+            with open(path, "rb") as file:
+                yield from parse_lines(file, output_tokens_field=output_tokens_field)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the input {path}: {error.strerror}; give a readable JSONL file"
+        ) from error
+
+
+def parse_lines(file: BinaryIO, *, output_tokens_field: str | None = None) -> Iterator[Row | LineError]:
+    """Rows of an open file. Only LF ends a line: JSON strings may hold the other separators of Unicode."""
+    for line, raw in enumerate(file, start=1):
+        content = raw.removeprefix(_UTF8_BOM) if line == 1 else raw
+        if content := content.strip():  # ASCII white space, the CR of a CRLF among it
+            yield parse_line(line, content, output_tokens_field=output_tokens_field)
+
+
+def parse_line(line: int, raw: bytes, *, output_tokens_field: str | None = None) -> Row | LineError:
+    """One line of a batch file, checked as far as that is possible without the model."""
+    custom_id = None
+    try:
+        envelope = _parse_json(raw)
+        custom_id = _parse_custom_id(envelope)
+        return _parse_row(line, custom_id, envelope, output_tokens_field)
+    except RequestError as error:
+        return LineError.of(error, line, custom_id)
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    try:
+        envelope = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(
+            "invalid_json_line",
+            f"This line is not valid JSON: {error.msg} (at character {error.pos}). "
+            "Write one JSON object per line, in UTF-8.",
+        ) from None
+    if not isinstance(envelope, dict):
+        raise RequestError(
+            "invalid_request",
+            f"This line is {_shown(envelope)}, not a JSON object. Write one request object per line.",
+        )
+    return envelope
+
+
+def _parse_custom_id(envelope: dict[str, Any]) -> str:
+    custom_id = _require(envelope, "custom_id", 'Give every line its own, such as "custom_id": "request-1".')
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _invalid("custom_id", custom_id, "a non-empty string")
+    return custom_id
+
+
+def _parse_row(line: int, custom_id: str, envelope: dict[str, Any], output_tokens_field: str | None) -> Row:
+    if unknown := next((name for name in envelope if name not in _ENVELOPE), None):
+        raise RequestError(
+            "unknown_parameter",
+            f"Unknown key '{unknown}' beside 'body'. Parameters of the request go inside 'body'.",
+            param=unknown,
+        )
+    method = _require(envelope, "method", 'Add "method": "POST".')
+    if method != "POST":
+        raise _invalid("method", method, '"POST"')
+    url = _require(envelope, "url", f'Add "url": "{CHAT_URL}" or "{COMPLETIONS_URL}".')
+    if not isinstance(url, str) or url not in _HONOURED_BY_URL:
+        raise RequestError(
+            "invalid_url",
+            f"The url {_shown(url)} is not served. Use {CHAT_URL} or {COMPLETIONS_URL}.",
+            param="url",
+        )
+    values = _require(envelope, "body", "Put the parameters of the request there.")
+    if not isinstance(values, dict):
+        raise _invalid("body", values, "an object")
+    body = _Body(values)
+    if body.boolean("stream"):
+        raise RequestError(
+            "streaming_unsupported",
+            "A batch cannot stream. Remove 'stream' or set it to false.",
+            param="stream",
+        )
+    chat = url == CHAT_URL
+    _check_names(values, url, output_tokens_field)
+    if body.present("max_tokens") and body.present("max_completion_tokens"):
+        raise RequestError(
+            "invalid_request",
+            "'max_tokens' and 'max_completion_tokens' are both set. Keep one of them.",
+            param="max_completion_tokens",
+        )
+    max_tokens = body.integer("max_tokens", 1) or (body.integer("max_completion_tokens", 1) if chat else None)
+    return Row(
+        line=line,
+        custom_id=custom_id,
+        url=url,
+        model=body.string("model"),
+        chat=_parse_messages(values) if chat else None,
+        prompt=None if chat else _parse_prompt(values),
+        params=_parse_sampling_params(body, chat, max_tokens),
+        max_tokens=max_tokens,
+        n=body.integer("n", 1, _MAX_N) or 1,
+        output_tokens=body.integer(output_tokens_field, 0) if output_tokens_field else None,
+        add_special_tokens=body.boolean("add_special_tokens", not chat),
+        add_generation_prompt=body.boolean("add_generation_prompt", True),
+        chat_template_kwargs=body.mapping("chat_template_kwargs"),
+    )
+
+
+def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | None) -> None:
+    honoured = _HONOURED_BY_URL[url]
+    for name, value in values.items():
+        if name in honoured or name in _IGNORED or name == output_tokens_field:
+            continue
+        if name in _UNSUPPORTED:
+            if value is None or value in _UNSUPPORTED[name]:
+                continue
+            raise RequestError(
+                "unsupported_parameter",
+                f"'{name}': {_shown(value)} is not supported. Remove '{name}' or run this line elsewhere.",
+                param=name,
+            )
+        other_url = next((other for other, names in _HONOURED_BY_URL.items() if name in names), None)
+        if other_url:
+            remedy = f"It belongs to {other_url}."
+        elif similar := difflib.get_close_matches(name, honoured, n=1):
+            remedy = f"Did you mean '{similar[0]}'?"
+        else:
+            remedy = "Remove it."
+        raise RequestError("unknown_parameter", f"Unknown parameter '{name}' for {url}. {remedy}", param=name)
+
+
+def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None) -> SamplingParams:
+    logprobs: int | None
+    if chat:
+        top_logprobs = body.integer("top_logprobs", 0, _MAX_LOGPROBS)
+        logprobs = (top_logprobs or 0) if body.boolean("logprobs") else None
+        if top_logprobs and logprobs is None:
+            raise _invalid("top_logprobs", top_logprobs, "'logprobs': true beside it")
+    else:
+        logprobs = body.integer("logprobs", 0, _MAX_LOGPROBS)
+    min_tokens = body.integer("min_tokens", 0) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _invalid("min_tokens", min_tokens, f"at most 'max_tokens', which is {max_tokens}")
+    return SamplingParams(
+        temperature=body.number("temperature", 0, 2, default=1.0),
+        top_p=body.number("top_p", 0, 1, default=1.0, low_excluded=True),
+        top_k=max(body.integer("top_k", -1) or 0, 0),
+        min_p=body.number("min_p", 0, 1, default=0.0),
+        seed=body.integer("seed", -(2**63), 2**63 - 1),
+        stop=body.stop_strings(),
+        stop_token_ids=tuple(body.token_ids("stop_token_ids")),
+        include_stop_str_in_output=body.boolean("include_stop_str_in_output"),
+        ignore_eos=body.boolean("ignore_eos"),
+        min_tokens=min_tokens,
+        skip_special_tokens=body.boolean("skip_special_tokens", True),
+        logprobs=logprobs,
+    )
+
+
+def _parse_messages(values: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = _require(values, "messages", "Give the conversation as a list of {role, content} objects.")
+    if not isinstance(messages, list) or not messages:
+        raise _invalid("messages", messages, "a non-empty list of {role, content} objects")
+    return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _parse_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _invalid(where, message, "an object with 'role' and 'content'")
+    parsed: dict[str, Any] = {}
+    for name, value in message.items():
+        if name in ("name", "reasoning_content") and value is not None:
+            if not isinstance(value, str):
+                raise _invalid(f"{where}.{name}", value, "a string")
+            parsed[name] = value
+        elif name not in ("role", "content") and value is not None and value != []:
+            raise RequestError(
+                "unsupported_parameter",
+                f"'{where}.{name}': {_shown(value)} is not supported. Use messages of role and text content.",
+                param=f"{where}.{name}",
+            )
+    role = _require(message, "role", f"Use one of {', '.join(_ROLES)}.", where)
+    if role in ("tool", "function"):
+        raise RequestError(
+            "unsupported_parameter",
+            f"'{where}.role': {_shown(role)} is not supported, as tools are not. Use {', '.join(_ROLES)}.",
+            param=f"{where}.role",
+        )
+    if role not in _ROLES:
+        raise _invalid(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
+    content = _require(message, "content", "Give the text of the message.", where)
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": _text(content, f"{where}.content"),
+        **parsed,
+    }
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a message; parts are joined by a line feed, as vLLM does for templates that take text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise _invalid(where, content, "a string or a non-empty list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise _invalid(f"{where}[{index}]", part, 'a part such as {"type": "text", "text": "..."}')
+        part_type = _require(part, "type", 'Use {"type": "text", "text": "..."}.', f"{where}[{index}]")
+        if part_type != "text":
+            raise RequestError(
+                "unsupported_parameter",
+                f"'{where}[{index}]' is a part of type {_shown(part_type)}, which is not supported. "
+                'Use parts of type "text".',
+                param=f"{where}[{index}].type",
+            )
+        text = _require(part, "text", "Give the text of the part.", f"{where}[{index}]")
+        if not isinstance(text, str):
+            raise _invalid(f"{where}[{index}].text", text, "a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _parse_prompt(values: dict[str, Any]) -> str | list[int]:
+    prompt = _require(values, "prompt", "Give a string or a list of token ids.")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        if _are_token_ids(prompt):
+            return prompt
+        if all(isinstance(item, str | list) for item in prompt):
+            raise RequestError(
+                "unsupported_parameter",
+                f"'prompt' is a list of {len(prompt)} prompts. "
+                "Write one line per prompt, each with its own custom_id.",
+                param="prompt",
+            )
+    raise _invalid("prompt", prompt, "a non-empty string or a non-empty list of token ids")
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+class _Body:
+    """Typed reading of a body; null is the same as absent, a boolean is not a number, a string is neither."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def present(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def string(self, name: str) -> str | None:
+        value = self._values.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise _invalid(name, value, "a string")
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise _invalid(name, value, "true or false")
+
+    def integer(self, name: str, low: int, high: int | None = None) -> int | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if type(value) is int and value >= low and (high is None or value <= high):
+            return value
+        raise _invalid(
+            name, value, f"an integer of at least {low}" if high is None else f"an integer {low} .. {high}"
+        )
+
+    def number(self, name: str, low: int, high: int, *, default: float, low_excluded: bool = False) -> float:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if type(value) in (int, float) and (low < value <= high or (value == low and not low_excluded)):
+            return float(value)
+        raise _invalid(
+            name, value, f"a number {f'above {low}, at most {high}' if low_excluded else f'{low} .. {high}'}"
+        )
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        value = self._values.get(name)
+        if value is None or isinstance(value, dict):
+            return value or None
+        raise _invalid(name, value, "an object")
+
+    def token_ids(self, name: str) -> list[int]:
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if isinstance(value, list) and _are_token_ids(value):
+            return value
+        raise _invalid(name, value, "a list of token ids")
+
+    def stop_strings(self) -> tuple[str, ...]:
+        value = self._values.get("stop")
+        stops = [value] if isinstance(value, str) else [] if value is None else value
+        if isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops):
+            return tuple(stops)
+        raise _invalid("stop", value, "a non-empty string or a list of them")
+
+
+def _require(values: dict[str, Any], name: str, remedy: str, where: str = "") -> Any:
+    value = values.get(name)
+    if value is None:
+        param = f"{where}.{name}" if where else name
+        raise RequestError(
+            "missing_required_parameter", f"Missing required parameter '{param}'. {remedy}", param=param
+        )
+    return value
+
+
+def _invalid(param: str, value: Any, expected: str) -> RequestError:
+    return RequestError(
+        "invalid_request", f"Invalid '{param}': found {_shown(value)}, expected {expected}.", param=param
+    )
+
+
+def _shown(value: Any) -> str:
+    """A JSON value for a message, cut where it is long."""
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# -------- building --------
+
+
+def prepare(
+    rows: Iterable[Row | LineError],
+    tokenizer: Tokenizer,
+    *,
+    served_model_name: str,
+    max_model_len: int,
+    any_model: bool = False,
+    endpoint: str | None = None,
+    limit: int | None = None,
+    done: Set[str] = frozenset(),
+) -> Prepared:
+    """Check, render and encode the lines of a job.
+
+    Only the first `limit` lines count. A line must name `served_model_name` or no model, unless `any_model`;
+    its url must be `endpoint`, unless None. Lines whose custom_id is in `done` have their result and are left
+    out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
+    """
+    builder = _TableBuilder(tokenizer, max_model_len)
+    first_lines: dict[str, int] = {}
+    num_lines = num_done = 0
+
+    def admitted() -> Iterator[Row]:
+        nonlocal num_lines, num_done
+        for row in islice(rows, limit):
+            num_lines += 1
+            first_line = (
+                first_lines.setdefault(row.custom_id, row.line) if row.custom_id is not None else row.line
+            )
+            if isinstance(row, LineError):
+                builder.errors.append(row)
+                continue
+            try:
+                if first_line != row.line:
+                    raise RequestError(
+                        "duplicate_custom_id",
+                        f"The custom_id {_shown(row.custom_id)} of line {row.line} is already that of line "
+                        f"{first_line}. Give every line its own.",
+                        param="custom_id",
+                    )
+                if row.custom_id in done:
+                    num_done += 1
+                    continue
+                if endpoint is not None and row.url != endpoint:
+                    raise RequestError(
+                        "url_mismatch",
+                        f"The url {row.url} is not the batch's endpoint, {endpoint}. Use one url for all.",
+                        param="url",
+                    )
+                if not any_model and row.model is not None and row.model != served_model_name:
+                    raise RequestError(
+                        "model_not_found",
+                        f"The model {_shown(row.model)} does not exist; this job serves "
+                        f"{_shown(served_model_name)}. Change 'model' in the line, serve the model by that "
+                        "name, or accept any name.",
+                        param="model",
+                        status_code=404,
+                    )
+                yield row
+            except RequestError as error:
+                builder.errors.append(LineError.of(error, row.line, row.custom_id))
+
+    remaining = admitted()
+    while chunk := list(islice(remaining, _ENCODE_CHUNK)):
+        builder.add(chunk)
+    return builder.build(num_lines, num_done)
+
+
+class _TableBuilder:
+    """Grows the columns of a `RequestTable` without a Python object per request."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self.errors: list[LineError] = []
+        self._rows: list[PreparedRow] = []
+        # per row
+        self._data = array("I")
+        self._starts = array("q")
+        self._lengths = array("i")
+        self._max_tokens = array("i")
+        self._declared_tokens = array("i")
+        # per request
+        self._row_index = array("i")
+        self._sample_index = array("i")
+        self._params_index = array("i")
+        self._params: dict[SamplingParams, int] = {}
+
+    def add(self, rows: list[Row]) -> None:
+        prompts: list[Sequence[int] | None] = [None] * len(rows)
+        texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+        for index, row in enumerate(rows):
+            if isinstance(row.prompt, list):
+                prompts[index] = row.prompt
+            else:
+                try:
+                    texts[row.add_special_tokens].append((index, self._render(row)))
+                except RequestError as error:
+                    self.errors.append(LineError.of(error, row.line, row.custom_id))
+        for add_special_tokens, items in texts.items():
+            if items:
+                encoded = self._tokenizer.encode_batch(
+                    [text for _, text in items], add_special_tokens=add_special_tokens
+                )
+                for (index, _), token_ids in zip(items, encoded, strict=True):
+                    prompts[index] = token_ids
+        for row, prompt in zip(rows, prompts, strict=True):
+            if prompt is not None:
+                try:
+                    self._append(row, prompt)
+                except RequestError as error:
+                    self.errors.append(LineError.of(error, row.line, row.custom_id))
+
+    def _render(self, row: Row) -> str:
+        if row.chat is None:
+            assert isinstance(row.prompt, str)
+            return row.prompt
+        return self._tokenizer.render_chat(
+            row.chat,
+            add_generation_prompt=row.add_generation_prompt,
+            chat_template_kwargs=row.chat_template_kwargs,
+        )
+
+    def _append(self, row: Row, prompt: Sequence[int]) -> None:
+        max_tokens = self._checked_max_tokens(row, prompt)
+        params = row.params
+        ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
+        declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
+
+        row_index = len(self._rows)
+        self._rows.append(PreparedRow(row.line, row.custom_id, row.url, row.n))
+        self._starts.append(len(self._data))
+        self._data.extend(prompt)
+        self._lengths.append(len(prompt))
+        self._max_tokens.append(max_tokens)
+        self._declared_tokens.append(declared_tokens)
+        for sample in range(row.n):
+            if params.seed is not None and sample:
+                sample_params = replace(
+                    params, seed=params.seed + sample
+                )  # the same seed would repeat the same text
+            else:
+                sample_params = params
+            self._row_index.append(row_index)
+            self._sample_index.append(sample)
+            self._params_index.append(self._params.setdefault(sample_params, len(self._params)))
+
+    def _checked_max_tokens(self, row: Row, prompt: Sequence[int]) -> int:
+        """Most tokens that the row may generate.
+
+        Raises:
+            RequestError: the prompt or the output does not fit the model.
+        """
+        vocab_size = self._tokenizer.vocab_size
+        name = "prompt" if row.chat is None else "messages"
+        if not len(prompt):
+            raise RequestError("invalid_request", f"'{name}' has no tokens. Give at least one.", param=name)
+        for param, token_ids in (("prompt", prompt), ("stop_token_ids", row.params.stop_token_ids)):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise _invalid(
+                    param, max(token_ids), f"token ids below {vocab_size}, the size of the vocabulary"
+                )
+        context = f"This model's maximum context length is {self._max_model_len} tokens. However, "
+        room = self._max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                "context_length_exceeded",
+                f"{context}your {name} resulted in {len(prompt)} tokens and the completion needs at least 1. "
+                f"Please reduce the length of the {name}.",
+                param=name,
+            )
+        if row.max_tokens is None:
+            max_tokens = room if row.chat is not None else min(DEFAULT_COMPLETIONS_MAX_TOKENS, room)
+        elif row.max_tokens > room:
+            raise RequestError(
+                "context_length_exceeded",
+                f"{context}you requested {len(prompt) + row.max_tokens} tokens ({len(prompt)} in the {name}, "
+                f"{row.max_tokens} in the completion). Please reduce the length of the {name} or completion.",
+                param=name,
+            )
+        else:
+            max_tokens = row.max_tokens
+        if row.params.min_tokens > max_tokens:
+            raise _invalid(
+                "min_tokens", row.params.min_tokens, f"at most {max_tokens}, the limit of the completion"
+            )
+        return max_tokens
+
+    def build(self, num_lines: int, num_done: int) -> Prepared:
+        row_index = np.asarray(self._row_index, dtype=np.int32)
+        prompts = PromptTokens(
+            np.asarray(self._data, dtype=np.uint32), np.asarray(self._starts), np.asarray(self._lengths)
+        )
+        requests = RequestTable(
+            tokens=prompts.take(row_index),
+            max_tokens=np.asarray(self._max_tokens, dtype=np.int32)[row_index],
+            declared_tokens=np.asarray(self._declared_tokens, dtype=np.int32)[row_index],
+            params=list(self._params),
+            params_index=np.asarray(self._params_index, dtype=np.int32),
+        )
+        return Prepared(
+            requests=requests,
+            rows=self._rows,
+            row_index=row_index,
+            sample_index=np.asarray(self._sample_index, dtype=np.int32),
+            errors=sorted(self.errors, key=lambda error: error.line),
+            num_lines=num_lines,
+            num_done=num_done,
+        )
+
+
+# -------- writing --------
+
+
+def success_line(
+    row: PreparedRow,
+    completions: Sequence[Completion],
+    *,
+    model: str,
+    num_prompt_tokens: int,
+    tokenizer: Tokenizer,
+) -> bytes:
+    """The line of the output file for a row with all its completions, in sample order.
+
+    The prompt counts once however many completions share it, and so do its cached tokens: they are those of
+    the completion that found least in the cache, the one that computed the prompt for the others.
+    """
+    chat = row.url == CHAT_URL
+    num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            _choice(index, completion, chat, tokenizer) for index, completion in enumerate(completions)
+        ],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(c.num_cached_tokens for c in completions)},
+        },
+    }
+    return _result_line(row.custom_id, 200, body)
+
+
+def failure_line(error: LineError) -> bytes:
+    """The line of the error file for an input line that failed; its error object has the line number too."""
+    body = {
+        "error": {
+            "message": error.message,
+            "type": "invalid_request_error" if error.status_code < 500 else "server_error",
+            "param": error.param,
+            "code": error.code,
+            "line": error.line,
+        }
+    }
+    return _result_line(error.custom_id, error.status_code, body)
+
+
+def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) -> bytes:
+    result = {
+        "id": f"batch_req_{uuid4().hex}",
+        "custom_id": custom_id,
+        "response": {"status_code": status_code, "request_id": uuid4().hex, "body": body},
+        "error": None,
+    }
+    return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    choice: dict[str, Any] = {"index": index}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        choice["logprobs"] = None if logprobs is None else _chat_logprobs(logprobs, tokenizer)
+    else:
+        choice["text"] = completion.text
+        choice["logprobs"] = None if logprobs is None else _completions_logprobs(logprobs, tokenizer)
+    choice["finish_reason"] = completion.finish_reason
+    choice["stop_reason"] = completion.stop_reason
+    return choice
+
+
+def _chat_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        token_bytes = tokenizer.token_bytes(token_id)
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": None if token_bytes is None else list(token_bytes),
+        }
+
+    content = [
+        entry(token.token_id, token.logprob)
+        | {"top_logprobs": [entry(*alternative) for alternative in token.top]}
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completions_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    tokens = [tokenizer.token_text(token.token_id) for token in logprobs]
+    offsets, offset = [], 0
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    top_logprobs: list[dict[str, float]] = []
+    for text, token in zip(tokens, logprobs, strict=True):
+        top: dict[str, float] = {}
+        for token_id, logprob in token.top:
+            top.setdefault(
+                tokenizer.token_text(token_id), _finite(logprob)
+            )  # of equal texts the likelier counts
+        top.setdefault(text, _finite(token.logprob))
+        top_logprobs.append(top)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(token.logprob) for token in logprobs],
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB  # NaN fails the comparison too

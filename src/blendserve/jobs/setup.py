@@ -1,0 +1,103 @@
+"""From options to a job that is ready to run: model, tokenizer, input, plan, engine, policy, store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blendserve.cost_model import CostModel
+from blendserve.engines import EngineConfig, open_engine
+from blendserve.jobs.job import Job
+from blendserve.jobs.openai_format import Prepared, prepare, read_rows
+from blendserve.jobs.store import ResultStore
+from blendserve.models import ModelFiles, resolve_model
+from blendserve.planner.plan import Plan, PlanConfig, make_plan
+from blendserve.scheduling.policies import PolicyName, make_policy
+from blendserve.tokenizer import Tokenizer
+
+DEFAULT_POLICY: PolicyName = "dual-scan"
+
+
+@dataclass(frozen=True, slots=True)
+class InputConfig:
+    """What is run, on which model."""
+
+    input: str
+    """batch file, `-` for standard input"""
+    model: str | None = None
+    served_model_name: str | None = None
+    any_model: bool = False
+    """run lines whatever model they name"""
+    limit: int | None = None
+    """only so many lines"""
+    output_tokens_field: str | None = None
+    """body parameter that tells how long the output will be"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """Everything that decides what a job does."""
+
+    source: InputConfig
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    policy: PolicyName = DEFAULT_POLICY
+    plan_file: Path | None = None
+    """a saved plan to use instead of planning"""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class PlannedJob:
+    """A job that was read, checked and planned; nothing heavy is loaded yet."""
+
+    config: JobConfig
+    files: ModelFiles
+    tokenizer: Tokenizer
+    cost_model: CostModel
+    prepared: Prepared
+    plan: Plan
+
+    def start(self, store: ResultStore) -> Job:
+        """Load the engine; the job owns it and the store."""
+        engine = None
+        if len(self.prepared.requests):
+            engine = open_engine(self.config.engine, self.files, self.tokenizer, self.cost_model)
+        policy = make_policy(self.config.policy, self.plan, seed=self.config.seed)
+        return Job(self.prepared, engine, policy, store, self.tokenizer, model=self.files.name)
+
+
+def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFiles:
+    """The files of the job's model.
+
+    Raises:
+        ConfigError: they cannot be had.
+    """
+    source = config.source
+    return resolve_model(source.model, served_model_name=source.served_model_name, on_progress=on_progress)
+
+
+def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob:
+    """Read, check and plan the lines that are not `done`.
+
+    Raises:
+        ConfigError: an option or the saved plan does not fit.
+    """
+    tokenizer = Tokenizer(files.folder)
+    cost_model = config.engine.cost_model(files)
+    source = config.source
+    prepared = prepare(
+        read_rows(source.input, output_tokens_field=source.output_tokens_field),
+        tokenizer,
+        served_model_name=files.name,
+        max_model_len=config.engine.context_limit(cost_model.model),
+        any_model=source.any_model,
+        limit=source.limit,
+        done=done,
+    )
+    if config.plan_file is not None:
+        plan = Plan.load(config.plan_file, prepared.requests, cost_model)
+    else:
+        plan = make_plan(prepared.requests, cost_model, config.plan)
+    return PlannedJob(config, files, tokenizer, cost_model, prepared, plan)

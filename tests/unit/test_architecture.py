@@ -1,0 +1,110 @@
+"""The rules of the house: imports go one way, heavy packages load on use, every setting has a flag."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import blendserve
+from blendserve.cli import app
+from blendserve.engines import EngineConfig
+from blendserve.jobs.setup import InputConfig, JobConfig
+from blendserve.planner.plan import PlanConfig
+from blendserve.planner.tree_order import OrderConfig
+
+SOURCE = Path(blendserve.__file__).parent
+
+LAYERS = [
+    {"errors", "tokens", "request"},
+    {"models", "cost_model", "tokenizer"},
+    {"planner"},
+    {"scheduling"},
+    {"engines"},
+    {"jobs"},
+    {"cli"},
+]
+LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
+
+ONLY_IN = {
+    "torch": ("engines/native/", "models.py"),
+    "safetensors": ("engines/native/",),
+    "transformers": ("tokenizer.py", "models.py"),
+    "huggingface_hub": ("models.py",),
+    "tokenizers": ("tokenizer.py",),
+    "rich": ("cli.py",),
+    "typer": ("cli.py",),
+}
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_module_has_a_layer() -> None:
+    for path, _ in modules():
+        if path.name != "__init__.py" or path.parent != Path():
+            assert path.parts[0].removesuffix(".py") in LAYER, f"{path} is in no layer; say in LAYERS where it belongs"
+
+
+def test_imports_go_one_way() -> None:
+    for path, tree in modules():
+        own = LAYER.get(path.parts[0].removesuffix(".py"))
+        for name in imported(tree):
+            parts = name.split(".")
+            if parts[0] == "blendserve" and len(parts) > 1 and parts[1] in LAYER and own is not None:
+                assert LAYER[parts[1]] <= own, f"{path} imports {name} from a layer above its own"
+
+
+def test_heavy_packages_stay_where_they_belong() -> None:
+    for path, tree in modules():
+        for name in imported(tree):
+            package = name.split(".")[0]
+            if package in ONLY_IN:
+                assert str(path).startswith(ONLY_IN[package]), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("module", ["blendserve.cli", "blendserve.engines.simulated", "blendserve.engines.batching"])
+def test_importing_loads_no_heavy_package(module: str) -> None:
+    heavy = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "ray", "vllm", "sglang", "fastapi")
+    code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+FLAG_OF = {"input": "source"}
+
+
+def options_of(command: str) -> set[str]:
+    group = typer.main.get_command(app)
+    return {parameter.name for parameter in group.commands[command].params if parameter.name}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, JobConfig])
+def test_every_setting_is_a_flag_of_run(config: type) -> None:
+    assert is_dataclass(config)
+    options = options_of("run")
+    composed = {"source", "engine", "plan", "order"} if config in {JobConfig, PlanConfig} else set()
+    for field in fields(config):
+        if field.name not in composed:
+            name = FLAG_OF.get(field.name, field.name)
+            assert name in options, f"{config.__name__}.{field.name} has no flag"
+
+
+def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
+    only_run = {"output", "errors", "overwrite", "attention_backend", "num_threads", "policy", "plan_file"}
+    assert options_of("run") - only_run <= options_of("plan")
