@@ -50,7 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 _MODEL, _ENGINE, _PLANNER = "Model and input", "Engine", "Planning"
@@ -674,7 +674,7 @@ def _print_groups(groups: list[dict[str, Any]]) -> None:
         table.add_row(
             str(group["unit"]),
             f"{group['num_requests']:,}",
-            f"{group['first_custom_id']} … {group['last_custom_id']}",
+            group["first_custom_id"] + (f" … {group['last_custom_id']}" if group["num_requests"] > 1 else ""),
             f"{group['mean_prompt_tokens']:.0f}",
             f"{group['mean_output_tokens_est']:.0f}",
             f"{group['shared_ratio']:.0%}",

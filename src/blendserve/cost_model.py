@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -114,7 +115,7 @@ class StepCost(NamedTuple):
     step_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostModel:
     """Costs of one model on one device.
 
@@ -125,15 +126,15 @@ class CostModel:
     hardware: HardwareSpec
     at_peak: bool = False
 
-    @property
+    @cached_property
     def _gemm_rate(self) -> float:
         return self.hardware.flops * (1.0 if self.at_peak else self.hardware.gemm_efficiency)
 
-    @property
+    @cached_property
     def _prefill_attention_rate(self) -> float:
         return self.hardware.flops * (1.0 if self.at_peak else self.hardware.prefill_attention_efficiency)
 
-    @property
+    @cached_property
     def _kv_s_per_token(self) -> float:
         """Seconds to read the KV of one token in all layers."""
         rate = self.hardware.bandwidth * (1.0 if self.at_peak else self.hardware.attention_efficiency)
@@ -154,12 +155,12 @@ class CostModel:
         """
         p = np.asarray(prompt_tokens, dtype=np.float64)
         attention = 4.0 * p * p * self.model.num_heads * self.model.head_dim * self.model.num_layers
-        return 2.0 * p * self.model.active_params / self._gemm_rate + attention / self._prefill_attention_rate
+        return p * self._gemm_s_per_token + attention / self._prefill_attention_rate
 
     def decode_compute_s(self, output_tokens: ArrayLike) -> Floats:
         """Seconds of compute for generating `output_tokens` tokens. Source: BlendServe §4.1, the term `2 d P`."""
         d = np.asarray(output_tokens, dtype=np.float64)
-        return 2.0 * d * self.model.active_params / self._gemm_rate
+        return d * self._gemm_s_per_token
 
     def compute_s(self, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> Floats:
         """Comp: seconds of compute of requests run without any sharing."""
@@ -186,20 +187,39 @@ class CostModel:
             kv_tokens_read: KV tokens that the decodes attend to.
             query_key_pairs: (query, key) pairs of prefill attention.
         """
-        hw, model = self.hardware, self.model
+        hw = self.hardware
+        if num_tokens == 0:
+            return StepCost(0.0, 0.0, 0.0)
         padded = -(-num_tokens // hw.token_granularity) * hw.token_granularity
-        gemm_s = model.num_layers * hw.gemm_overhead_s + 2.0 * padded * model.active_params / self._gemm_rate
-        weights_s = model.active_params * model.bytes_per_weight / (hw.bandwidth * hw.weight_load_efficiency)
-        attention_flops = 4.0 * query_key_pairs * model.num_heads * model.head_dim * model.num_layers
-        compute_s = (
-            max(gemm_s, weights_s) + attention_flops / self._prefill_attention_rate if num_tokens else 0.0
-        )
+        gemm_s = self._step_gemm_overhead_s + padded * self._gemm_s_per_token
+        compute_s = max(gemm_s, self._weights_s) + query_key_pairs * self._attention_s_per_pair
         memory_s = (
-            model.num_layers * hw.attention_overhead_s + kv_tokens_read * self._kv_s_per_token
-            if kv_tokens_read
-            else 0.0
+            self._step_attention_overhead_s + kv_tokens_read * self._kv_s_per_token if kv_tokens_read else 0.0
         )
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
+
+    @cached_property
+    def _gemm_s_per_token(self) -> float:
+        return 2.0 * self.model.active_params / self._gemm_rate
+
+    @cached_property
+    def _attention_s_per_pair(self) -> float:
+        width = self.model.num_heads * self.model.head_dim * self.model.num_layers
+        return 4.0 * width / self._prefill_attention_rate
+
+    @cached_property
+    def _weights_s(self) -> float:
+        """Seconds to read the weights once: the floor of a step."""
+        weight_bytes = self.model.active_params * self.model.bytes_per_weight
+        return weight_bytes / (self.hardware.bandwidth * self.hardware.weight_load_efficiency)
+
+    @cached_property
+    def _step_gemm_overhead_s(self) -> float:
+        return self.model.num_layers * self.hardware.gemm_overhead_s
+
+    @cached_property
+    def _step_attention_overhead_s(self) -> float:
+        return self.model.num_layers * self.hardware.attention_overhead_s
 
 
 def memory_split(capacity: float, density_left: float, density_right: float, density_root: float) -> float:

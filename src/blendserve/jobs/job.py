@@ -82,6 +82,8 @@ class JobSummary:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_prefill_tokens: int
+    """prompt tokens computed, and tokens computed again after a retraction"""
     num_retracted: int
     num_steps: int
     elapsed_s: float
@@ -180,6 +182,7 @@ class Job:
             num_prompt_tokens=progress.num_prompt_tokens,
             num_cached_tokens=progress.num_cached_tokens,
             num_output_tokens=progress.num_output_tokens,
+            num_prefill_tokens=progress.num_prefill_tokens,
             num_retracted=progress.num_retracted,
             num_steps=progress.num_steps,
             elapsed_s=progress.elapsed_s,

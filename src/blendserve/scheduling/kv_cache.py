@@ -53,7 +53,7 @@ FREE_HEAD, NUM_FREE, PINNED, PRIVATE, EVICTABLE, LRU_HEAD, LRU_TAIL = (int(c) fo
 
 
 class KVState(NamedTuple):
-    """The cache as arrays, passed to compiled functions as it is. Nodes: inner tree nodes, then one leaf per request."""
+    """The cache as columns. Nodes: inner tree nodes, then one leaf per request."""
 
     next_block: Ints
     """[num_blocks] the next block of the same chain or of the free list"""
@@ -67,8 +67,8 @@ class KVState(NamedTuple):
     """[num_nodes] blocks before the node on its path"""
     size: Ints
     """[num_nodes] blocks of the node"""
-    shared: NDArray[np.bool_]
-    """[num_nodes] whether more than one request uses the node"""
+    shared: Ints
+    """[num_nodes] 1 if more than one request uses the node"""
     head: Ints
     """[num_nodes] first block of the chain"""
     tail: Ints
@@ -84,41 +84,62 @@ class KVState(NamedTuple):
     lru_next: Ints
 
 
-def make_kv_state(tree: PrefixTree, num_blocks: int) -> KVState:
+class KVArrays(NamedTuple):
+    """The same, as few arrays: every array handed to compiled code costs time, columns of one array do not."""
+
+    next_block: Ints
+    counts: NDArray[np.int64]
+    leaf: Ints
+    nodes: Ints
+    """[12, num_nodes] the columns of `KVState` from `parent` on"""
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def kv_view(arrays):  # type: ignore[no-untyped-def]
+    """The `KVState` of `KVArrays`."""
+    nodes = arrays.nodes
+    return KVState(
+        arrays.next_block,
+        arrays.counts,
+        arrays.leaf,
+        nodes[0],
+        nodes[1],
+        nodes[2],
+        nodes[3],
+        nodes[4],
+        nodes[5],
+        nodes[6],
+        nodes[7],
+        nodes[8],
+        nodes[9],
+        nodes[10],
+        nodes[11],
+    )
+
+
+def make_kv_arrays(tree: PrefixTree, num_blocks: int) -> KVArrays:
     """An empty cache for the block tree of a job."""
     num_inner, num_leaves = tree.num_nodes, tree.num_leaves
     own = tree.length - tree.leaf_start
     leaf_node = np.arange(num_inner, num_inner + num_leaves, dtype=np.int32)
     leaf = np.zeros(num_leaves, dtype=np.int32)
     leaf[tree.requests] = np.where(own > 0, leaf_node, tree.leaf_parent)
-    num_nodes = num_inner + num_leaves
-    segment = tree.segment
     counts = np.zeros(len(Count), dtype=np.int64)
     counts[NUM_FREE] = num_blocks
     counts[LRU_HEAD] = counts[LRU_TAIL] = NONE
     next_block = np.arange(1, num_blocks + 1, dtype=np.int32)
     next_block[-1] = NONE
-
-    def column(fill: int = 0) -> Ints:
-        return np.full(num_nodes, fill, dtype=np.int32)
-
-    return KVState(
-        next_block=next_block,
-        counts=counts,
-        leaf=leaf,
-        parent=np.concatenate((np.maximum(tree.parent, 0), tree.leaf_parent)).astype(np.int32),
-        start=np.concatenate((tree.depth - segment, tree.leaf_start)).astype(np.int32),
-        size=np.concatenate((segment, own)).astype(np.int32),
-        shared=np.concatenate((np.ones(num_inner, np.bool_), np.zeros(num_leaves, np.bool_))),
-        head=column(-1),
-        tail=column(-1),
-        allocated=column(),
-        filled=column(),
-        refs=column(),
-        users=np.concatenate((tree.end - tree.first, np.ones(num_leaves, np.int32))).astype(np.int32),
-        lru_previous=column(-1),
-        lru_next=column(-1),
-    )
+    arrays = KVArrays(next_block, counts, leaf, np.zeros((12, num_inner + num_leaves), dtype=np.int32))
+    kv: KVState = kv_view.py_func(arrays)
+    segment = tree.segment
+    kv.parent[:] = np.concatenate((np.maximum(tree.parent, 0), tree.leaf_parent))
+    kv.start[:] = np.concatenate((tree.depth - segment, tree.leaf_start))
+    kv.size[:] = np.concatenate((segment, own))
+    kv.shared[:num_inner] = 1
+    kv.users[:] = np.concatenate((tree.end - tree.first, np.ones(num_leaves, np.int32)))
+    for column in (kv.head, kv.tail, kv.lru_previous, kv.lru_next):
+        column[:] = NONE
+    return arrays
 
 
 @numba.njit(cache=True, nogil=True)
@@ -133,12 +154,12 @@ def path_length(kv, request):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def longest_path(kv):  # type: ignore[no-untyped-def]
-    """Nodes on the longest path of any request, root excluded."""
-    level = np.zeros(len(kv.parent), np.int32)
+def longest_path(parent):  # type: ignore[no-untyped-def]
+    """Nodes on the longest path from the root, which is left out, for the column `parent`."""
+    level = np.zeros(len(parent), np.int32)
     longest = 0
-    for node in range(1, len(kv.parent)):  # parents come before children
-        level[node] = level[kv.parent[node]] + 1
+    for node in range(1, len(parent)):  # parents come before children
+        level[node] = level[parent[node]] + 1
         longest = max(longest, level[node])
     return longest
 

@@ -21,7 +21,7 @@ from blendserve.planner.prefix_tree import Ints, PrefixTree
 from blendserve.request import RequestTable
 from blendserve.scheduling import kv_cache
 from blendserve.scheduling.batch import Batch
-from blendserve.scheduling.kv_cache import NONE, NUM_FREE, PINNED, PRIVATE, Count
+from blendserve.scheduling.kv_cache import NONE, NUM_FREE, PINNED, PRIVATE, Count, KVArrays, KVState
 from blendserve.scheduling.policies import Policy
 
 BUCKET_STEPS = 16
@@ -41,7 +41,7 @@ class SchedulerConfig:
 
 
 class _Sequences(NamedTuple):
-    """Running sequences, by slot."""
+    """Running sequences as columns, by slot."""
 
     running: Ints
     """[max_num_seqs] slots in order of admission; the first `num_running` count"""
@@ -63,13 +63,53 @@ class _Sequences(NamedTuple):
     private_length: Ints
     """private blocks held"""
     private_committed: Ints
-    recomputes: NDArray[np.bool_]
-    """whether the sequence was retracted before: reuse then is not a cache hit of its prompt"""
-    projected_from: NDArray[np.int64]
+    recomputes: Ints
+    """1 if the sequence was retracted before: reuse then is not a cache hit of its prompt"""
+    projected_from: Ints
     """step at which the sequence's memory projection starts; -1 if it has none"""
     projected_tokens: Ints
     """private tokens at that step"""
-    projected_until: NDArray[np.int64]
+    projected_until: Ints
+
+
+class _Arrays(NamedTuple):
+    """All state that compiled code works on, as few arrays (see `kv_cache.KVArrays`)."""
+
+    kv: KVArrays
+    slots: Ints
+    """[16, max_num_seqs] the columns of `_Sequences` without `path`"""
+    path: Ints
+    projection: NDArray[np.float64]
+    """private KV tokens expected in each of the next buckets of steps, a ring"""
+    block_tables: Ints
+    num_cached: Ints
+    """[num_requests] prompt tokens found in the cache"""
+    counted: NDArray[np.int64]
+    """[num_nodes] last step in which the node was counted for the prefill backlog"""
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _sequences(arrays):  # type: ignore[no-untyped-def]
+    slots = arrays.slots
+    return _Sequences(
+        slots[0],
+        slots[1],
+        slots[2],
+        slots[3],
+        slots[4],
+        slots[5],
+        arrays.path,
+        slots[6],
+        slots[7],
+        slots[8],
+        slots[9],
+        slots[10],
+        slots[11],
+        slots[12],
+        slots[13],
+        slots[14],
+        slots[15],
+    )
 
 
 class Scheduler:
@@ -126,19 +166,28 @@ class Scheduler:
         self.clock_s = 0.0
         self._prompt_tokens = requests.prompt_tokens
         self._num_generated = np.zeros(len(requests), dtype=np.int32)
-        self._num_cached = np.zeros(len(requests), dtype=np.int32)
         self._retracted = np.zeros(len(requests), dtype=np.bool_)
         tree = PrefixTree.build_blocks(policy.plan.prompt_order, requests.prompt_tokens, block_size)
-        self._kv = kv_cache.make_kv_state(tree, num_blocks)
-        self._counted = np.full(len(self._kv.parent), -1, dtype=np.int64)
         num_slots = min(config.max_num_seqs, max(len(requests), 1))
-        self._seqs = _make_sequences(num_slots, kv_cache.longest_path(self._kv))
+        max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
+        horizon = int(requests.max_tokens.max(initial=1) * OVERRUN_FACTOR) // BUCKET_STEPS + 3
+        kv_arrays = kv_cache.make_kv_arrays(tree, num_blocks)
+        self._kv: KVState = kv_cache.kv_view.py_func(kv_arrays)
+        self._arrays = _Arrays(
+            kv=kv_arrays,
+            slots=np.zeros((16, num_slots), dtype=np.int32),
+            path=np.zeros((num_slots, max(kv_cache.longest_path(self._kv.parent), 1)), dtype=np.int32),
+            projection=np.zeros(horizon),
+            block_tables=np.zeros((num_slots, max_blocks), dtype=np.int32),
+            num_cached=np.zeros(len(requests), dtype=np.int32),
+            counted=np.full(len(self._kv.parent), -1, dtype=np.int64),
+        )
+        self._seqs: _Sequences = _sequences.py_func(self._arrays)
+        for column in (self._seqs.request, self._seqs.private_head, self._seqs.private_tail):
+            column[:] = NONE
+        self._seqs.projected_from[:] = -1
         self._num_running = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
-        self._block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        horizon = int(requests.max_tokens.max(initial=1) * OVERRUN_FACTOR) // BUCKET_STEPS + 3
-        self._projection = np.zeros(horizon)
         self._backlog = 0
         policy.start(self)
 
@@ -206,11 +255,7 @@ class Scheduler:
             return False
         slot = self._free_slots[-1]
         tokens_before = _admit(
-            self._kv,
-            self._seqs,
-            self._projection,
-            self._block_tables,
-            self._counted,
+            self._arrays,
             slot,
             self._num_running,
             request,
@@ -247,15 +292,11 @@ class Scheduler:
             EngineError: the policy admits nothing although nothing runs.
         """
         self.num_retracted_in_step = 0
-        while self._num_running > 1 and _decode_shortfall(
-            self._kv, self._seqs, self._num_running, self.num_blocks, self.block_size
-        ):
+        while self._num_running > 1 and _decode_shortfall(self._arrays, self._num_running, self.block_size):
             victim = self.policy.choose_victim(self)
             self.retract(victim)
             self.policy.retracted(victim)
-        self._backlog = _count_backlog(
-            self._kv, self._seqs, self._counted, self._num_running, self.step_index, self.block_size
-        )
+        self._backlog = _count_backlog(self._arrays, self._num_running, self.step_index, self.block_size)
         target = self.policy.step(self)
         if self._num_running == 0:
             raise EngineError(
@@ -265,11 +306,8 @@ class Scheduler:
         columns = np.empty((4, self._num_running), dtype=np.int32)
         samples = np.empty(self._num_running, dtype=np.bool_)
         num_rows, num_prefill, num_decode, kv_read, pairs = _form_batch(
-            self._kv,
-            self._seqs,
+            self._arrays,
             self._num_running,
-            self._block_tables,
-            self._num_cached,
             target,
             self.block_size,
             columns,
@@ -282,7 +320,7 @@ class Scheduler:
             num_computed=columns[2, :num_rows],
             num_tokens=columns[3, :num_rows],
             samples=samples[:num_rows],
-            block_tables=self._block_tables,
+            block_tables=self._arrays.block_tables,
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode,
             kv_tokens_read=kv_read,
@@ -311,10 +349,9 @@ class Scheduler:
             self._release(slot, finished=True)
             self.num_finished += 1
             self.policy.finished(request, num_output_tokens)
-            done.append((request, int(self._num_cached[request])))
+            done.append((request, int(self._arrays.num_cached[request])))
         _advance_all(
-            self._seqs,
-            self._projection,
+            self._arrays,
             batch.slots,
             batch.num_tokens,
             batch.samples,
@@ -349,9 +386,7 @@ class Scheduler:
 
     def _release(self, slot: int, *, finished: bool) -> None:
         _release_slot(
-            self._kv,
-            self._seqs,
-            self._projection,
+            self._arrays,
             slot,
             self._num_running,
             finished,
@@ -360,31 +395,6 @@ class Scheduler:
         )
         self._num_running -= 1
         self._free_slots.append(slot)
-
-
-def _make_sequences(num_slots: int, longest_path: int) -> _Sequences:
-    def column() -> Ints:
-        return np.zeros(num_slots, dtype=np.int32)
-
-    return _Sequences(
-        running=column(),
-        request=np.full(num_slots, -1, dtype=np.int32),
-        prompt=column(),
-        num_tokens=column(),
-        num_computed=column(),
-        block_limit=column(),
-        path=np.zeros((num_slots, max(longest_path, 1)), dtype=np.int32),
-        path_length=column(),
-        level=column(),
-        private_head=np.full(num_slots, -1, dtype=np.int32),
-        private_tail=np.full(num_slots, -1, dtype=np.int32),
-        private_length=column(),
-        private_committed=column(),
-        recomputes=np.zeros(num_slots, dtype=np.bool_),
-        projected_from=np.full(num_slots, -1, dtype=np.int64),
-        projected_tokens=column(),
-        projected_until=np.zeros(num_slots, dtype=np.int64),
-    )
 
 
 # -- memory projection: a ring of buckets of BUCKET_STEPS steps, private KV tokens expected in each ------------------
@@ -441,11 +451,7 @@ def _stop_projection(seqs, projection, slot, now):  # type: ignore[no-untyped-de
 
 @numba.njit(cache=True, nogil=True)
 def _admit(  # type: ignore[no-untyped-def]
-    kv,
-    seqs,
-    projection,
-    block_tables,
-    counted,
+    arrays,
     slot,
     num_running,
     request,
@@ -457,6 +463,7 @@ def _admit(  # type: ignore[no-untyped-def]
     retracted,
 ):
     """Admit a request into a free slot; returns the tokens it adds to the prefill backlog, or -1 if it does not fit."""
+    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     num_tokens = prompt + generated
     limit = (prompt - 1) // block_size
     private = -(-num_tokens // block_size) - limit
@@ -469,7 +476,10 @@ def _admit(  # type: ignore[no-untyped-def]
         left = max(1.0, (OVERRUN_FACTOR - 1.0) * generated)
     if num_running > 0:
         until = now + np.int64(np.ceil(left))
-        if _projected_peak(projection, private * block_size, until, now) > (num_blocks - pinned) * block_size:
+        if (
+            _projected_peak(arrays.projection, private * block_size, until, now)
+            > (num_blocks - pinned) * block_size
+        ):
             return -1
     seqs.running[num_running] = slot
     seqs.request[slot] = request
@@ -484,16 +494,17 @@ def _admit(  # type: ignore[no-untyped-def]
     seqs.private_committed[slot] = private
     kv.counts[PRIVATE] += private
     seqs.recomputes[slot] = retracted
-    _start_projection(seqs, projection, slot, left, now, block_size)
-    return _uncomputed(kv, seqs, counted, slot, now, block_size)
+    _start_projection(seqs, arrays.projection, slot, left, now, block_size)
+    return _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
 
 
 @numba.njit(cache=True, nogil=True)
-def _release_slot(kv, seqs, projection, slot, num_running, finished, free_when_unused, now):  # type: ignore[no-untyped-def]
+def _release_slot(arrays, slot, num_running, finished, free_when_unused, now):  # type: ignore[no-untyped-def]
+    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     kv_cache.free_chain(kv, seqs.private_head[slot], seqs.private_tail[slot], seqs.private_length[slot])
     kv.counts[PRIVATE] -= seqs.private_committed[slot]
     kv_cache.release_path(kv, seqs.path[slot], seqs.path_length[slot], finished, free_when_unused)
-    _stop_projection(seqs, projection, slot, now)
+    _stop_projection(seqs, arrays.projection, slot, now)
     seqs.request[slot] = -1
     seqs.private_head[slot] = seqs.private_tail[slot] = NONE
     seqs.private_length[slot] = seqs.private_committed[slot] = 0
@@ -518,12 +529,13 @@ def _uncomputed(kv, seqs, counted, slot, now, block_size):  # type: ignore[no-un
 
 
 @numba.njit(cache=True, nogil=True)
-def _count_backlog(kv, seqs, counted, num_running, now, block_size):  # type: ignore[no-untyped-def]
+def _count_backlog(arrays, num_running, now, block_size):  # type: ignore[no-untyped-def]
+    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     backlog = 0
     for i in range(num_running):
         slot = seqs.running[i]
         if seqs.num_computed[slot] < seqs.num_tokens[slot] - 1:
-            backlog += _uncomputed(kv, seqs, counted, slot, now, block_size)
+            backlog += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
     return backlog
 
 
@@ -531,15 +543,16 @@ def _count_backlog(kv, seqs, counted, num_running, now, block_size):  # type: ig
 
 
 @numba.njit(cache=True, nogil=True)
-def _decode_shortfall(kv, seqs, num_running, num_blocks, block_size):  # type: ignore[no-untyped-def]
+def _decode_shortfall(arrays, num_running, block_size):  # type: ignore[no-untyped-def]
     """Blocks that the next tokens of all decoding sequences need beyond the device."""
+    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     growth = 0
     for i in range(num_running):
         slot = seqs.running[i]
         if seqs.num_computed[slot] == seqs.num_tokens[slot] - 1:
             needed = -(-seqs.num_tokens[slot] // block_size) - seqs.block_limit[slot]
             growth += max(needed - seqs.private_committed[slot], 0)
-    return max(kv.counts[PINNED] + kv.counts[PRIVATE] + growth - num_blocks, 0)
+    return max(kv.counts[PINNED] + kv.counts[PRIVATE] + growth - len(kv.next_block), 0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -621,12 +634,14 @@ def _chunk_end(kv, seqs, slot, end, block_size):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _form_batch(kv, seqs, num_running, block_tables, num_cached, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
+def _form_batch(arrays, num_running, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
     """Hand out `target` tokens: one to every decoding sequence first, the rest to prefills in order of admission.
 
     Writes the batch's columns (slot, request, num_computed, num_tokens) and `samples`; returns the number of rows and
     the batch's totals.
     """
+    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
+    block_tables, num_cached = arrays.block_tables, arrays.num_cached
     budget = target
     rows = 0
     num_decode = 0
@@ -674,8 +689,9 @@ def _form_batch(kv, seqs, num_running, block_tables, num_cached, target, block_s
 
 
 @numba.njit(cache=True, nogil=True)
-def _advance_all(seqs, projection, slots, num_tokens, samples, finished, now, block_size):  # type: ignore[no-untyped-def]
+def _advance_all(arrays, slots, num_tokens, samples, finished, now, block_size):  # type: ignore[no-untyped-def]
     """Move every surviving row's counters on and correct its memory projection where it proved wrong."""
+    seqs, projection = _sequences(arrays), arrays.projection
     bucket = now // BUCKET_STEPS
     if now % BUCKET_STEPS == 0:  # the bucket just left becomes the farthest one
         projection[(bucket - 1) % len(projection)] = 0.0
