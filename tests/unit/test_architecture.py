@@ -58,7 +58,9 @@ def imported(tree: ast.Module) -> Iterator[str]:
 def test_every_module_has_a_layer() -> None:
     for path, _ in modules():
         if path.name != "__init__.py" or path.parent != Path():
-            assert path.parts[0].removesuffix(".py") in LAYER, f"{path} is in no layer; say in LAYERS where it belongs"
+            assert path.parts[0].removesuffix(".py") in LAYER, (
+                f"{path} is in no layer; say in LAYERS where it belongs"
+            )
 
 
 def test_imports_go_one_way() -> None:
@@ -78,9 +80,21 @@ def test_heavy_packages_stay_where_they_belong() -> None:
                 assert str(path).startswith(ONLY_IN[package]), f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("module", ["blendserve.cli", "blendserve.engines.simulated", "blendserve.engines.batching"])
+@pytest.mark.parametrize(
+    "module", ["blendserve.cli", "blendserve.engines.simulated", "blendserve.engines.batching"]
+)
 def test_importing_loads_no_heavy_package(module: str) -> None:
-    heavy = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "ray", "vllm", "sglang", "fastapi")
+    heavy = (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "pyarrow",
+        "ray",
+        "vllm",
+        "sglang",
+        "fastapi",
+    )
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
