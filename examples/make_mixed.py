@@ -3,7 +3,7 @@
 The job has 240 lines in OpenAI Batch format:
 
 - `mcq-SUBJECT-NN`: 120 multiple choice questions in 8 subjects. All questions of a subject start with the
-  same instruction and the same five worked examples: long shared prompt, answer of one letter.
+  same instruction and the same five worked examples: long shared prompt, answer of a word or two.
 - `extract-KIND-NN`: 40 questions, each about one fact of a document of its own: long prompt, short output.
 - `chat-NN`: 50 everyday chat turns, some with an earlier exchange: short prompt, medium output.
 - `story-NN`: 30 stories: short prompt, long output.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-LETTERS = "ABCD"
+NUM_OPTIONS = 4
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 
@@ -58,32 +58,31 @@ def ask(item: list[str], position: int) -> str:
     """A question with its options, the right one (first in `item`) put at `position`, up to "Answer:"."""
     question, right, *wrong = item
     options = [*wrong[:position], right, *wrong[position:]]
-    listed = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True))
-    return f"Question: {question}\n{listed}\nAnswer:"
+    # A small model that reads the options last tends to repeat the last one.
+    return f"Options: {'; '.join(options)}\nQuestion: {question}\nAnswer:"
 
 
 def mcq_lines(subjects: dict[str, Any], rng: random.Random, answers: Answers) -> list[Line]:
     lines = []
     for subject, content in subjects.items():
         examples = content["examples"]
-        positions = spread(len(LETTERS), len(examples), rng)
+        positions = spread(NUM_OPTIONS, len(examples), rng)
         shots = [
-            f"{ask(item, position)} {LETTERS[position]}\n\n"
-            for item, position in zip(examples, positions, strict=True)
+            f"{ask(item, position)} {item[1]}\n\n" for item, position in zip(examples, positions, strict=True)
         ]
         prefix = content["instruction"] + "\n\n" + "".join(shots)
         questions = content["questions"]
-        positions = spread(len(LETTERS), len(questions), rng)
+        positions = spread(NUM_OPTIONS, len(questions), rng)
         for number, (item, position) in enumerate(zip(questions, positions, strict=True), start=1):
             custom_id = f"mcq-{subject}-{number:02d}"
             body = {
                 "prompt": prefix + ask(item, position),
-                "max_tokens": 3,
+                "max_tokens": 5,
                 "temperature": 0,
                 "stop": ["\n"],
             }
             lines.append(batch_line(custom_id, COMPLETIONS_URL, body))
-            answers[custom_id] = LETTERS[position]
+            answers[custom_id] = item[1]
     return lines
 
 
