@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run_once(policy: str, options: list[str], output: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "blendserve.cli", "run", str(ROOT / "examples/mixed.jsonl")]
     command += ["-o", str(output), "--overwrite", "--json", "--policy", policy, *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{policy} ended with code {done.returncode}:\n{done.stderr}")
     summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["summary"]
@@ -32,7 +32,9 @@ def run_once(policy: str, options: list[str], output: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], check=False, cwd=ROOT, capture_output=True, text=True
+    )
     return found.stdout.strip() or "unknown"
 
 

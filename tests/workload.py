@@ -39,6 +39,7 @@ def request_table(
         declared_tokens=np.array(declared or [0] * num_requests, dtype=np.int32),
         params=[SamplingParams(temperature=0.0)],
         params_index=np.zeros(num_requests, dtype=np.int32),
+        seeds=np.arange(num_requests, dtype=np.uint64),
     )
 
 

@@ -385,7 +385,6 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
         free_unused_prefixes=options["free_unused_prefixes"],
         attention_backend=options.get("attention_backend", ENGINE_DEFAULTS.attention_backend),
         num_threads=options.get("num_threads"),
-        seed=options["seed"],
     )
 
 

@@ -19,9 +19,8 @@ class SamplingParams:
     """How the tokens of one completion are chosen; names and defaults are vLLM's.
 
     `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch the filter off; `temperature` 0.0 is greedy. `logprobs` None asks
-    for none, 0 for those of the chosen tokens, k for the k most likely ones besides. With `seed` the tokens depend on
-    the request alone, not on what it is batched with; without, a seed is derived from the job's `--seed` and the
-    request's number.
+    for none, 0 for those of the chosen tokens, k for the k most likely ones besides. `seed` is the request's
+    own, if it brings one; what is sampled with is `RequestTable.seeds`.
     """
 
     temperature: float = 1.0
@@ -55,10 +54,13 @@ class RequestTable:
     """the distinct sampling parameters of the job"""
     params_index: NDArray[np.int32]
     """[num_requests] index into `params`"""
+    seeds: NDArray[np.uint64]
+    """[num_requests] seed of each request's sampling: its own, else derived from the job's seed and its identity, so
+    that neither its place in the file nor what ran before changes what it draws"""
 
     def __post_init__(self) -> None:
         num_requests = len(self.tokens)
-        for name in ("max_tokens", "declared_tokens", "params_index"):
+        for name in ("max_tokens", "declared_tokens", "params_index", "seeds"):
             if len(getattr(self, name)) != num_requests:
                 raise ValueError(f"column {name} has {len(getattr(self, name))} rows, expected {num_requests}")
 

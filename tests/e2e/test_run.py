@@ -123,7 +123,7 @@ def test_bad_lines_are_named_and_the_rest_runs(cli: Cli, tmp_path: Path) -> None
     assert [failure["line"] for failure in failures] == [2, 4, 5, 6, 7, 8, 9]
     assert [failure["code"] for failure in failures] == [
         "invalid_json_line",
-        "invalid_json_line",
+        "invalid_request",
         "duplicate_custom_id",
         "invalid_request",
         "model_not_found",
@@ -198,7 +198,7 @@ def test_killed_and_resumed_is_the_same_as_not_killed(model: Path, cli: Cli, tmp
     lines = [chat(f"r{i:02d}", f"Tell me about {i}.", max_tokens=40) for i in range(40)]
     requests, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     options = ("run", requests, "-o", output, "--max-num-seqs", "2", "--dtype", "float32")
-    for attempt in range(2):
+    for attempt in range(2):  # killed twice, each time with a torn last line
         process = subprocess.Popen(command(model, *options), stderr=subprocess.DEVNULL)
         wanted = 5 * (attempt + 1)
         while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < wanted):

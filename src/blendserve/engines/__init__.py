@@ -62,7 +62,6 @@ class EngineConfig:
     """free a prefix once no waiting request can use it, instead of leaving it to LRU eviction"""
     attention_backend: AttentionBackend = "auto"
     num_threads: int | None = None
-    seed: int = 0
 
     def hardware_spec(self) -> HardwareSpec:
         """The profile, with the limits given here in place of its own.

@@ -11,6 +11,7 @@ refused by name, never dropped: a job of a million lines must not run for hours 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import sys
 import time
 from array import array
@@ -606,14 +607,16 @@ def prepare(
     endpoint: str | None = None,
     limit: int | None = None,
     done: Set[str] = frozenset(),
+    seed: int = 0,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
     Only the first `limit` lines count. A line must name `served_model_name` or no model, unless `any_model`;
     its url must be `endpoint`, unless None. Lines whose custom_id is in `done` have their result and are left
     out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
+    Lines that bring no seed get one from `seed` and their custom_id.
     """
-    builder = _TableBuilder(tokenizer, max_model_len)
+    builder = _TableBuilder(tokenizer, max_model_len, seed)
     first_lines: dict[str, int] = {}
     num_lines = num_done = 0
 
@@ -663,11 +666,20 @@ def prepare(
     return builder.build(num_lines, num_done)
 
 
+def _sampling_seed(job_seed: int, row: Row, sample: int) -> int:
+    """64-bit seed of one completion of a row; the samples of a row differ, and nothing else has a say in it."""
+    if row.params.seed is not None:
+        return (row.params.seed + sample) % 2**64
+    identity = f"{job_seed}:{sample}:{row.custom_id}".encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
+
+
 class _TableBuilder:
     """Grows the columns of a `RequestTable` without a Python object per request."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, seed: int) -> None:
         self._tokenizer = tokenizer
+        self._seed = seed
         self._max_model_len = max_model_len
         self.errors: list[LineError] = []
         self._rows: list[PreparedRow] = []
@@ -681,6 +693,7 @@ class _TableBuilder:
         self._row_index = array("i")
         self._sample_index = array("i")
         self._params_index = array("i")
+        self._seeds = array("Q")
         self._params: dict[SamplingParams, int] = {}
 
     def add(self, rows: list[Row]) -> None:
@@ -731,16 +744,12 @@ class _TableBuilder:
         self._lengths.append(len(prompt))
         self._max_tokens.append(max_tokens)
         self._declared_tokens.append(declared_tokens)
+        params_index = self._params.setdefault(replace(params, seed=None), len(self._params))
         for sample in range(row.n):
-            if params.seed is not None and sample:
-                sample_params = replace(
-                    params, seed=params.seed + sample
-                )  # the same seed would repeat the same text
-            else:
-                sample_params = params
             self._row_index.append(row_index)
             self._sample_index.append(sample)
-            self._params_index.append(self._params.setdefault(sample_params, len(self._params)))
+            self._params_index.append(params_index)
+            self._seeds.append(_sampling_seed(self._seed, row, sample))
 
     def _checked_max_tokens(self, row: Row, prompt: Sequence[int]) -> int:
         """Most tokens that the row may generate.
@@ -794,6 +803,7 @@ class _TableBuilder:
             declared_tokens=np.asarray(self._declared_tokens, dtype=np.int32)[row_index],
             params=list(self._params),
             params_index=np.asarray(self._params_index, dtype=np.int32),
+            seeds=np.asarray(self._seeds, dtype=np.uint64),
         )
         return Prepared(
             requests=requests,

@@ -95,6 +95,7 @@ def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob
         any_model=source.any_model,
         limit=source.limit,
         done=done,
+        seed=config.seed,
     )
     if config.plan_file is not None:
         plan = Plan.load(config.plan_file, prepared.requests, cost_model)

@@ -54,7 +54,7 @@ class EchoEngine:
         if request in self.failing:
             return Failure("engine_error", "the engine refused it", status_code=500)
         prompt = requests.tokens[request].tolist()
-        text = f"{prompt} {requests.sampling_params(request).seed}"
+        text = f"{prompt} {requests.seeds[request]}"
         return Completion(prompt, text, "stop", num_cached_tokens=1)
 
 

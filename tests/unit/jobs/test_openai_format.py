@@ -386,7 +386,8 @@ def test_table_has_one_request_per_completion_sharing_the_prompt():
     assert prepared.rows == [PreparedRow(1, "a", CHAT_URL, 3), PreparedRow(1, "b", COMPLETIONS_URL, 1)]
     assert prepared.row_index.tolist() == [0, 0, 0, 1]
     assert prepared.sample_index.tolist() == [0, 1, 2, 0]
-    assert [requests.sampling_params(request).seed for request in range(4)] == [10, 11, 12, None]
+    assert requests.seeds[:3].tolist() == [10, 11, 12]
+    assert [requests.sampling_params(request).seed for request in range(4)] == [None] * 4
     assert [bytes(requests.tokens[i].tolist()) for i in range(3)] == [b"<user>hi<assistant>"] * 3
     assert len(set(requests.tokens.starts[:3].tolist())) == 1
     assert requests.tokens[3].tolist() == [1, 2]
@@ -597,3 +598,11 @@ def test_failure_line(status_code, kind):
         "code": "some_code",
         "line": 3,
     }
+
+
+def test_derived_seeds_depend_on_the_job_and_the_id_but_not_on_the_place() -> None:
+    lines = [row_of({}, custom_id=name) for name in ("a", "b", "c")]
+    seeds = prepare_rows(*lines, seed=1).requests.seeds
+    assert len(set(seeds.tolist())) == 3
+    assert prepare_rows(*lines[1:], seed=1).requests.seeds.tolist() == seeds[1:].tolist()
+    assert prepare_rows(*lines, seed=2).requests.seeds.tolist() != seeds.tolist()

@@ -1,0 +1,66 @@
+"""The native engine: a Llama-type model on torch, driven step by step by BlendServe's scheduler.
+
+Importing this package does not import torch: planning needs to know the engine's dtype, not the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from blendserve.cost_model import CostModel
+    from blendserve.engines import EngineConfig
+    from blendserve.engines.native.executor import TorchExecutor
+    from blendserve.engines.native.output import Detokenizer
+
+__all__ = ["dtype_bytes", "open_executor", "resolve_dtype"]
+
+
+def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
+    """The dtype of weights, KV cache and computation; "auto" is bfloat16 where the CPU multiplies it natively."""
+    if dtype == "auto":
+        return "bfloat16" if _cpu_has_bf16() else "float32"
+    return dtype
+
+
+def dtype_bytes(dtype: Literal["auto", "float32", "bfloat16"]) -> float:
+    """Bytes of one weight or one KV element."""
+    return 2.0 if resolve_dtype(dtype) == "bfloat16" else 4.0
+
+
+def open_executor(
+    config: EngineConfig,
+    folder: Path,
+    tokenizer: Detokenizer | None,
+    cost_model: CostModel,
+    max_model_len: int | None = None,
+) -> TorchExecutor:
+    """Load the model in `folder` and allocate its KV cache.
+
+    Raises:
+        ConfigError: the engine cannot run this model with these options.
+    """
+    from blendserve.engines.native.executor import TorchExecutor
+
+    return TorchExecutor(
+        folder,
+        tokenizer,
+        cost_model=cost_model,
+        dtype=resolve_dtype(config.dtype),
+        kv_cache_memory=config.kv_cache_memory,
+        block_size=cost_model.hardware.block_size,
+        max_model_len=max_model_len,
+        num_threads=config.num_threads,
+        attention_backend=config.attention_backend,
+    )
+
+
+@functools.cache
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

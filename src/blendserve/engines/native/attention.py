@@ -1,0 +1,306 @@
+"""Paged attention: the KV cache, its layout, and the two ways to attend over it on a CPU.
+
+A backend owns the pages. The model hands it the fused projections of a layer; the backend rotates queries and keys,
+writes all new keys and values, and only then attends, so that rows of one step may share blocks which an earlier row
+of the same step fills.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blendserve.engines.native import kernels
+from blendserve.errors import EngineError
+from blendserve.scheduling.batch import Batch
+
+Backend = Literal["auto", "torch", "c"]
+
+ROWS_PER_ITEM = 48
+"""(token, query head) pairs of a work item of the C kernel: enough to reuse a tile of KV, few enough for the cache"""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Sizes of the KV cache and of the attention over it."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the tokens of one step stand: in the flattened batch, in their sequences and in the KV cache."""
+
+    query_starts: NDArray[np.int32]
+    """[num_rows + 1] first token of each row in the flattened batch"""
+    context_lens: NDArray[np.int32]
+    """[num_rows] tokens of the sequence up to and including this step"""
+    block_tables: NDArray[np.int32]
+    """[num_rows, max_blocks] blocks of each row in token order; entries past its context mean nothing"""
+    positions: NDArray[np.int32]
+    """[num_tokens] place of the token in its sequence"""
+    kv_slots: NDArray[np.int64]
+    """[num_tokens] block * block_size + place in the block"""
+
+    @classmethod
+    def from_batch(cls, batch: Batch, block_size: int) -> StepLayout:
+        """Lay out the tokens of a batch."""
+        num_tokens, num_computed = batch.num_tokens, batch.num_computed
+        query_starts = np.zeros(len(num_tokens) + 1, dtype=np.int32)
+        np.cumsum(num_tokens, out=query_starts[1:])
+        context_lens = num_computed + num_tokens
+        num_blocks = -(-int(context_lens.max(initial=0)) // block_size)
+        block_tables = np.ascontiguousarray(batch.block_tables[batch.slots, :num_blocks])
+        rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
+        positions = np.arange(query_starts[-1], dtype=np.int32) + (num_computed - query_starts[:-1])[rows]
+        blocks = block_tables[rows, positions // block_size].astype(np.int64)
+        kv_slots = blocks * block_size + positions % block_size
+        return cls(query_starts, context_lens, block_tables, positions, kv_slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.positions)
+
+
+class PagedAttention(ABC):
+    """Attention over a paged KV cache; one object serves all layers of a model.
+
+    Args:
+        shape: sizes of the cache.
+        rope: cosines and sines, two tensors [max_positions, head_dim / 2] fp32.
+    """
+
+    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor]) -> None:
+        self.shape = shape
+        self.cosine, self.sine = rope
+        self.scale = shape.head_dim**-0.5
+
+    @abstractmethod
+    def begin(self, layout: StepLayout) -> None:
+        """Prepare what all layers of the step share."""
+
+    @abstractmethod
+    def store(
+        self,
+        layer: int,
+        qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    ) -> None:
+        """Rotate the queries and keys of `qkv` in place and write its keys and values to the cache."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], as `store` left it
+    ) -> Tensor:
+        """Causal attention of every token to its sequence: [num_tokens, num_heads * head_dim]."""
+
+
+def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend = "auto") -> PagedAttention:
+    """The C kernels where they can be built and cover the shape, else torch; a backend asked for by name is certain."""
+    if backend == "torch":
+        return TorchAttention(shape, rope)
+    library = kernels.load_kernels(shape.dtype) if KernelAttention.covers(shape) else None
+    if library is not None:
+        return KernelAttention(shape, rope, library)
+    if backend == "c":
+        raise EngineError(f"the C attention kernels are not available for {shape}; use the torch backend")
+    return TorchAttention(shape, rope)
+
+
+def _allocate(*sizes: int, dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory the operating system provides on first touch: an empty cache costs nothing."""
+    storage = {4: np.uint32, 2: np.uint16}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(sizes, dtype=storage)).view(dtype)
+
+
+class TorchAttention(PagedAttention):
+    """Plain torch: gathers the pages of each sequence and calls scaled_dot_product_attention.
+
+    Layout of a layer's keys and of its values: [num_blocks, block_size, num_kv_heads, head_dim]. Query heads that share
+    a KV head become rows of one attention problem, so that nothing is repeated in memory.
+    """
+
+    DECODE_BATCH_PADDING = 1.25
+    """sequences are decoded together when padding to the longest costs at most this factor"""
+
+    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor]) -> None:
+        super().__init__(shape, rope)
+        sizes = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.keys = [_allocate(*sizes, dtype=shape.dtype) for _ in range(shape.num_layers)]
+        self.values = [_allocate(*sizes, dtype=shape.dtype) for _ in range(shape.num_layers)]
+
+    def begin(self, layout: StepLayout) -> None:
+        """See `PagedAttention.begin`."""
+        positions = torch.from_numpy(layout.positions)
+        self._rotation = self.cosine[positions][:, None], self.sine[positions][:, None]
+        self._kv_slots = torch.from_numpy(layout.kv_slots)
+        num_tokens = np.diff(layout.query_starts)
+        self._prefills = [self._prefill(layout, int(row)) for row in np.flatnonzero(num_tokens > 1)]
+        self._decodes = [self._decode(layout, rows) for rows in self._decode_groups(layout, num_tokens)]
+
+    def store(self, layer: int, qkv: Tensor) -> None:
+        """See `PagedAttention.store`."""
+        shape = self.shape
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        rotated, values = heads.split_with_sizes(
+            [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=1
+        )
+        low, high = rotated.float().chunk(2, dim=-1)
+        cosine, sine = self._rotation
+        rotated.copy_(torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1))
+        self.keys[layer].flatten(0, 1)[self._kv_slots] = rotated[:, shape.num_heads :]
+        self.values[layer].flatten(0, 1)[self._kv_slots] = values
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """See `PagedAttention.attend`."""
+        shape = self.shape
+        queries = qkv[:, : shape.num_heads * shape.head_dim]
+        output = qkv.new_empty(len(qkv), shape.num_heads * shape.head_dim)
+        for tokens, blocks, visible in self._prefills:
+            context = visible.shape[-1]
+            pages = (self.keys[layer][blocks], self.values[layer][blocks])
+            keys, values = (page.flatten(0, 1)[None, :context] for page in pages)
+            output[tokens] = self._attend(queries[tokens][None], keys, values, visible)[0]
+        for rows, blocks, visible, unwritten in self._decodes:
+            pages = (self.keys[layer][blocks], self.values[layer][blocks])
+            # Places that no token has written yet may hold NaN, which no mask silences.
+            keys, values = (page.flatten(1, 2).masked_fill_(unwritten, 0) for page in pages)
+            output[rows] = self._attend(queries[rows][:, None], keys, values, visible)[:, 0]
+        return output
+
+    def _attend(
+        self,
+        queries: Tensor,  # [num_sequences, num_tokens, num_heads * head_dim]
+        keys: Tensor,  # [num_sequences, num_keys, num_kv_heads, head_dim]
+        values: Tensor,  # like keys
+        visible: Tensor,  # [num_sequences, 1, 1 or num_tokens * heads_per_kv_head, num_keys] bool
+    ) -> Tensor:  # like queries
+        shape = self.shape
+        sizes = (*queries.shape[:2], shape.num_kv_heads, shape.heads_per_kv_head, shape.head_dim)
+        # [num_sequences, num_kv_heads, num_tokens * heads_per_kv_head, head_dim]
+        grouped = queries.view(sizes).transpose(1, 2).flatten(2, 3)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, visible, scale=self.scale)
+        return attended.view(sizes[0], sizes[2], sizes[1], *sizes[3:]).transpose(1, 2).reshape(queries.shape)
+
+    def _prefill(self, layout: StepLayout, row: int) -> tuple[slice, Tensor, Tensor]:
+        """Tokens, blocks [num_blocks] and visible keys [1, 1, num_tokens * heads_per_kv_head, context] of one row."""
+        start, end = layout.query_starts[row : row + 2].tolist()
+        context = int(layout.context_lens[row])
+        blocks = torch.from_numpy(layout.block_tables[row, : -(-context // self.shape.block_size)]).long()
+        positions = torch.from_numpy(layout.positions[start:end])
+        visible = torch.arange(context) <= positions[:, None]
+        visible = visible.repeat_interleave(self.shape.heads_per_kv_head, dim=0)
+        return slice(start, end), blocks, visible[None, None]
+
+    def _decode(self, layout: StepLayout, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of rows with one token each: tokens [n], blocks [n, num_blocks] and which keys exist, in two shapes.
+
+        These are the visible ones, [n, 1, 1, num_keys], and the others, [n, num_keys, 1, 1].
+        """
+        context_lens = torch.from_numpy(layout.context_lens[rows])
+        num_blocks = -(-int(context_lens.max()) // self.shape.block_size)
+        unwritten = torch.arange(num_blocks * self.shape.block_size) >= context_lens[:, None]
+        blocks = torch.from_numpy(layout.block_tables[rows, :num_blocks]).long()
+        # Rows shorter than the longest: any valid block serves as padding.
+        blocks.masked_fill_(unwritten[:, :: self.shape.block_size], 0)
+        tokens = torch.from_numpy(layout.query_starts[rows]).long()
+        return tokens, blocks, unwritten.logical_not()[:, None, None], unwritten[:, :, None, None]
+
+    def _decode_groups(self, layout: StepLayout, num_tokens: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+        """Rows with one token, in groups of similar context."""
+        rows = np.flatnonzero(num_tokens == 1)
+        rows = rows[np.argsort(layout.context_lens[rows], kind="stable")]
+        groups, start = [], 0
+        lengths = layout.context_lens[rows] + self.shape.block_size
+        while start < len(rows):
+            end = int(np.searchsorted(lengths, lengths[start] * self.DECODE_BATCH_PADDING, side="right"))
+            groups.append(rows[start:end])
+            start = end
+        return groups
+
+
+class KernelAttention(PagedAttention):
+    """The kernels of `kernels.c`, where the layout of the cache is described."""
+
+    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor], library: ctypes.CDLL) -> None:
+        super().__init__(shape, rope)
+        self.cosine, self.sine = self.cosine.contiguous(), self.sine.contiguous()
+        self._library = library
+        size = shape.num_kv_heads * shape.head_dim * shape.block_size
+        self.keys = [_allocate(shape.num_blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)]
+        self.values = [_allocate(shape.num_blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)]
+        self._tokens_per_item = max(1, ROWS_PER_ITEM // shape.heads_per_kv_head)
+
+    @staticmethod
+    def covers(shape: KVShape) -> bool:
+        """Whether the kernels can serve this shape."""
+        return shape.head_dim % 16 == 0 and shape.head_dim <= 256 and shape.heads_per_kv_head <= ROWS_PER_ITEM
+
+    def begin(self, layout: StepLayout) -> None:
+        """See `PagedAttention.begin`."""
+        shape = self.shape
+        items = self._work_items(layout)
+        where = (layout.positions, layout.kv_slots)
+        rows = (layout.query_starts, layout.context_lens, layout.block_tables)
+        self._arrays = (*where, *rows, *items)  # kept alive: the kernels hold their addresses
+        self._step = kernels.Step(
+            *(layout.num_tokens, len(items[0]), layout.block_tables.shape[1]),
+            *(array.ctypes.data for array in self._arrays),
+        )
+        self._shape = kernels.Shape(
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
+            *(self._tokens_per_item, torch.get_num_threads()),
+        )
+
+    def _work_items(self, layout: StepLayout) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Row and first token of every work item, the longest first so that no thread is left with a long one."""
+        num_items = -(-np.diff(layout.query_starts) // self._tokens_per_item)
+        rows = np.repeat(np.arange(len(num_items), dtype=np.int32), num_items)
+        item_of_row = np.arange(len(rows)) - np.repeat(np.cumsum(num_items) - num_items, num_items)
+        tokens = (layout.query_starts[rows] + item_of_row * self._tokens_per_item).astype(np.int32)
+        num_tokens = np.minimum(layout.query_starts[rows + 1] - tokens, self._tokens_per_item)
+        order = np.argsort(-layout.context_lens[rows] * num_tokens, kind="stable")
+        return rows[order], tokens[order]
+
+    def store(self, layer: int, qkv: Tensor) -> None:
+        """See `PagedAttention.store`."""
+        tensors = (qkv, self.cosine, self.sine, self.keys[layer], self.values[layer])
+        assert qkv.is_contiguous()
+        assert qkv.dtype == self.shape.dtype
+        self._library.rope_and_store(self._shape, self._step, *(tensor.data_ptr() for tensor in tensors))
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """See `PagedAttention.attend`."""
+        output = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim)
+        tensors = (qkv, self.keys[layer], self.values[layer], output)
+        self._library.paged_attention(
+            self._shape, self._step, self.scale, *(tensor.data_ptr() for tensor in tensors)
+        )
+        return output

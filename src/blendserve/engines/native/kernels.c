@@ -1,0 +1,326 @@
+/*
+ * Attention over a paged KV cache on CPUs: rotary embedding + KV write, and grouped-query attention for prefill and
+ * decode alike. Plain C with GCC/Clang vector extensions, so one source serves AVX2, AVX-512 and NEON.
+ *
+ * Built once per element type: by default queries, keys, values and outputs are fp32; with -DELEMENT_BF16 they are
+ * bf16 in memory and fp32 in registers.
+ *
+ * Layout of the cache of one layer (a block holds `block_size` tokens):
+ *
+ *     keys    [num_blocks, num_kv_heads, head_dim, block_size]    transposed: one vector holds one dimension of many keys
+ *     values  [num_blocks, num_kv_heads, block_size, head_dim]
+ *
+ * Both products then have the same shape, a broadcast scalar times a vector of the cache, and need no horizontal sums:
+ *
+ *     scores[row][key]  += query[row][dim] * keys[dim][key]
+ *     output[row][dim]  += weight[row][key] * values[key][dim]
+ *
+ * Blocking. A work item is one KV head and a run of tokens of one sequence (one token in decode); its rows are those
+ * tokens times the query heads that share the KV head. It walks the keys in tiles of TILE_KEYS, and within a tile over
+ * groups of at most GROUP_ROWS rows: GROUP_ROWS x 2 vectors of accumulators fill the registers, so every vector of the
+ * cache that is loaded serves all rows of the group (decode reads the cache once for all heads that share it), and in
+ * prefill the tile stays in the L1 cache for all groups. Softmax is online: a running maximum and sum per row.
+ *
+ * Only keys that a row may see are ever weighed: unused places of a block may hold anything, even NaN.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#define GROUP_ROWS 6
+#define MAX_SUMS 12 /* accumulators: with 2 operands and a broadcast they fit in 16 registers */
+#define TILE_KEYS 64
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef vec unaligned_vec __attribute__((aligned(4), may_alias));
+
+#ifdef ELEMENT_BF16
+typedef uint16_t element;
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
+typedef half_vec unaligned_half_vec __attribute__((aligned(2), may_alias));
+
+ALWAYS_INLINE float widen(element x)
+{
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+ALWAYS_INLINE element narrow(float x) /* round to nearest even */
+{
+    union { float value; uint32_t bits; } u = {x};
+    return (element)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
+}
+ALWAYS_INLINE vec load(const element *p)
+{
+    return (vec)(__builtin_convertvector(*(const unaligned_half_vec *)p, ivec) << 16);
+}
+#else
+typedef float element;
+ALWAYS_INLINE float widen(element x) { return x; }
+ALWAYS_INLINE element narrow(float x) { return x; }
+ALWAYS_INLINE vec load(const element *p) { return *(const unaligned_vec *)p; }
+#endif
+
+ALWAYS_INLINE vec load_f32(const float *p) { return *(const unaligned_vec *)p; }
+ALWAYS_INLINE void store_f32(float *p, vec x) { *(unaligned_vec *)p = x; }
+ALWAYS_INLINE int min_int(int a, int b) { return a < b ? a : b; }
+
+typedef struct {
+    int32_t num_heads, num_kv_heads, head_dim, block_size;
+    int32_t tokens_per_item; /* tokens of one work item at most */
+    int32_t num_threads;
+} Shape;
+
+typedef struct {
+    int32_t num_tokens, num_items, max_blocks;
+    const int32_t *positions;    /* [num_tokens] */
+    const int64_t *kv_slots;     /* [num_tokens] block * block_size + place in the block */
+    const int32_t *query_starts; /* [num_rows + 1] first token of each row */
+    const int32_t *context_lens; /* [num_rows] tokens of the sequence after this step */
+    const int32_t *block_tables; /* [num_rows, max_blocks] */
+    const int32_t *item_rows;    /* [num_items] row of each work item */
+    const int32_t *item_tokens;  /* [num_items] first token of each work item */
+} Step;
+
+/* Rotate the queries and keys of `qkv` in place and copy its keys and values into the cache. */
+void rope_and_store(const Shape *shape, const Step *step,
+                    element *qkv,                  /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
+                    const float *cos_table, const float *sin_table, /* [max_positions, head_dim / 2] */
+                    element *keys, element *values)
+{
+    const int dim = shape->head_dim, half = dim / 2, block_size = shape->block_size;
+    const int heads = shape->num_heads, kv_heads = shape->num_kv_heads;
+    const int64_t width = (int64_t)(heads + 2 * kv_heads) * dim;
+
+#pragma omp parallel for schedule(static) num_threads(shape->num_threads)
+    for (int token = 0; token < step->num_tokens; token++) {
+        element *row = qkv + token * width;
+        const float *restrict cosine = cos_table + (int64_t)step->positions[token] * half;
+        const float *restrict sine = sin_table + (int64_t)step->positions[token] * half;
+        for (int head = 0; head < heads + kv_heads; head++) {
+            element *restrict low = row + head * dim, *restrict high = low + half;
+            for (int i = 0; i < half; i++) {
+                const float x = widen(low[i]), y = widen(high[i]);
+                low[i] = narrow(x * cosine[i] - y * sine[i]);
+                high[i] = narrow(y * cosine[i] + x * sine[i]);
+            }
+        }
+        const int64_t block = step->kv_slots[token] / block_size, place = step->kv_slots[token] % block_size;
+        for (int head = 0; head < kv_heads; head++) {
+            const int64_t page = (block * kv_heads + head) * dim * block_size;
+            const element *key = row + (heads + head) * dim, *value = key + kv_heads * dim;
+            for (int i = 0; i < dim; i++)
+                keys[page + (int64_t)i * block_size + place] = key[i];
+            memcpy(values + page + place * dim, value, dim * sizeof(element));
+        }
+    }
+}
+
+/* exp(x) for x <= 0, about 1e-7 relative; exactly 0 below the smallest normal number. */
+ALWAYS_INLINE vec exp_nonpositive(vec x)
+{
+    const vec exponent = x * 1.44269504f;
+    const ivec in_range = exponent > -126.0f;
+    const vec clamped = (vec)((ivec)exponent & in_range);
+    const ivec whole = __builtin_convertvector(clamped - 0.5f, ivec); /* rounds: conversion truncates towards 0 */
+    const vec rest = (clamped - __builtin_convertvector(whole, vec)) * 0.69314718f;
+    vec power = rest * (1.0f / 5040) + (1.0f / 720); /* Taylor series, |rest| <= ln(2) / 2 */
+    power = power * rest + (1.0f / 120);
+    power = power * rest + (1.0f / 24);
+    power = power * rest + (1.0f / 6);
+    power = power * rest + 0.5f;
+    power = power * rest + 1.0f;
+    power = power * rest + 1.0f;
+    return (vec)(((ivec)power + (whole << 23)) & in_range);
+}
+
+/*
+ * scores[row][0 .. vectors * LANES] = query[row] . keys. `rows` and `vectors` are constants wherever this is inlined, and
+ * rows * vectors at most MAX_SUMS.
+ */
+ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim,
+                              const float *query,               /* [dim, rows] */
+                              const element *keys, long stride, /* [dim, vectors * LANES], rows `stride` apart */
+                              float *scores)                    /* [rows, TILE_KEYS] */
+{
+    vec sums[MAX_SUMS] = {{0}};
+    for (int i = 0; i < dim; i++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                sums[r * vectors + v] += load(keys + v * LANES) * query[r];
+        query += rows;
+        keys += stride;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            store_f32(scores + r * TILE_KEYS + v * LANES, sums[r * vectors + v]);
+}
+
+/* output[row][0 .. vectors * LANES] += weights[row] . values; `rows` and `vectors` are constants, as above. */
+ALWAYS_INLINE void weigh_values(const int rows, const int vectors, int dim, int num_keys,
+                                const float *weights,  /* [rows, TILE_KEYS] */
+                                const element *values, /* [num_keys, dim], at the first of these columns */
+                                float *output)         /* [rows, dim], likewise */
+{
+    vec sums[MAX_SUMS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            sums[r * vectors + v] = load_f32(output + r * dim + v * LANES);
+    for (int key = 0; key < num_keys; key++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                sums[r * vectors + v] += load(values + v * LANES) * weights[r * TILE_KEYS + key];
+        values += dim;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            store_f32(output + r * dim + v * LANES, sums[r * vectors + v]);
+}
+
+/* Turn the scores of one row into weights against the running maximum, and rescale what was summed before. */
+ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, int dim, float *max, float *sum, float *output)
+{
+    for (int key = num_visible < 0 ? 0 : num_visible; key < num_scores; key++)
+        scores[key] = -INFINITY;
+    float highest = *max;
+    for (int key = 0; key < num_scores; key++)
+        highest = scores[key] > highest ? scores[key] : highest;
+    if (highest > *max) {
+        const float scale = expf(*max - highest);
+        for (int i = 0; i < dim; i++)
+            output[i] *= scale;
+        *sum *= scale;
+        *max = highest;
+    }
+    vec sums = {0};
+    for (int key = 0; key < num_scores; key += LANES) {
+        const vec weights = exp_nonpositive(load_f32(scores + key) - highest);
+        store_f32(scores + key, weights);
+        sums += weights;
+    }
+    for (int lane = 0; lane < LANES; lane++)
+        *sum += sums[lane];
+}
+
+/* A group of rows against one tile of keys, which starts at `first_key` of the sequence. */
+ALWAYS_INLINE void attend_group(const int rows, const Shape *shape, const int32_t *table, int first_key,
+                                const int *num_visible,                     /* [rows] keys of the tile each row sees */
+                                const element *keys, const element *values, /* at the KV head */
+                                const float *query,                         /* [dim, rows] */
+                                float *max, float *sum,                     /* [rows] */
+                                float *output)                              /* [rows, dim] */
+{
+    const int dim = shape->head_dim, block_size = shape->block_size;
+    const int64_t block_stride = (int64_t)shape->num_kv_heads * dim * block_size;
+    const int num_keys = min_int(num_visible[rows - 1], TILE_KEYS); /* later rows see more */
+    float scores[GROUP_ROWS * TILE_KEYS] __attribute__((aligned(64)));
+
+    const int vectors = rows > 3 ? 2 : 4; /* few rows leave registers for more keys, and longer runs of memory */
+    const int strip = vectors * LANES;
+    int done = 0;
+    for (; done < num_keys; done += strip) {
+        const int key = first_key + done;
+        if (block_size % strip == 0) {
+            const element *page = keys + table[key / block_size] * block_stride;
+            score_keys(rows, vectors, dim, query, page + key % block_size, block_size, scores + done);
+        } else { /* the strip spans blocks: bring its keys together first */
+            element packed[dim * strip];
+            memset(packed, 0, sizeof packed);
+            for (int k = 0; k < min_int(strip, num_keys - done); k++) {
+                const element *page = keys + table[(key + k) / block_size] * block_stride + (key + k) % block_size;
+                for (int i = 0; i < dim; i++)
+                    packed[i * strip + k] = page[i * block_size];
+            }
+            score_keys(rows, vectors, dim, query, packed, strip, scores + done);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        softmax_row(scores + r * TILE_KEYS, num_visible[r], done, dim, max + r, sum + r, output + r * dim);
+    for (int run, start = 0; start < num_keys; start += run) {
+        const int key = first_key + start, place = key % block_size;
+        const element *page = values + table[key / block_size] * block_stride + place * dim;
+        run = min_int(block_size - place, num_keys - start);
+        int column = 0;
+        for (; column + strip <= dim; column += strip)
+            weigh_values(rows, vectors, dim, run, scores + start, page + column, output + column);
+        for (; column < dim; column += LANES) /* head_dim is a multiple of 16 */
+            weigh_values(rows, 1, dim, run, scores + start, page + column, output + column);
+    }
+}
+
+static void attend_item(const Shape *shape, const Step *step, int item, int kv_head, float scale, const element *qkv,
+                        const element *keys, const element *values, element *output)
+{
+    const int dim = shape->head_dim, sharing = shape->num_heads / shape->num_kv_heads; /* query heads per KV head */
+    const int row = step->item_rows[item], first = step->item_tokens[item], end = step->query_starts[row + 1];
+    const int num_tokens = min_int(shape->tokens_per_item, end - first), num_rows = num_tokens * sharing;
+    const int first_visible = step->context_lens[row] - (end - first) + 1; /* keys that the first token sees */
+    const int num_keys = first_visible + num_tokens - 1;
+    const int num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    const int group_rows = (num_rows + num_groups - 1) / num_groups;
+    const int64_t width = (int64_t)(shape->num_heads + 2 * shape->num_kv_heads) * dim;
+    const int64_t head_offset = (int64_t)kv_head * dim * shape->block_size;
+    const int32_t *table = step->block_tables + (int64_t)row * step->max_blocks;
+    float query[num_rows * dim]; /* per group: [dim, rows of the group] */
+    float sums[num_rows * dim], max[num_rows], sum[num_rows];
+
+    for (int r = 0; r < num_rows; r++) {
+        const element *source = qkv + (first + r / sharing) * width + (kv_head * sharing + r % sharing) * dim;
+        const int group = r / group_rows, rows = min_int(group_rows, num_rows - group * group_rows);
+        float *target = query + group * group_rows * dim + r % group_rows;
+        for (int i = 0; i < dim; i++)
+            target[i * rows] = widen(source[i]) * scale;
+        max[r] = -INFINITY;
+        sum[r] = 0;
+    }
+    memset(sums, 0, sizeof sums);
+
+    for (int first_key = 0; first_key < num_keys; first_key += TILE_KEYS)
+        for (int r = 0; r < num_rows; r += group_rows) {
+            const int rows = min_int(group_rows, num_rows - r);
+            int num_visible[GROUP_ROWS];
+            for (int i = 0; i < rows; i++)
+                num_visible[i] = first_visible + (r + i) / sharing - first_key;
+            if (num_visible[rows - 1] <= 0)
+                continue;
+#define ATTEND(n)                                                                                                      \
+    case n:                                                                                                            \
+        attend_group(n, shape, table, first_key, num_visible, keys + head_offset, values + head_offset,                \
+                     query + r * dim, max + r, sum + r, sums + r * dim);                                               \
+        break;
+            switch (rows) { ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6) }
+#undef ATTEND
+        }
+
+    for (int r = 0; r < num_rows; r++) {
+        element *target = output + ((int64_t)(first + r / sharing) * shape->num_heads + kv_head * sharing + r % sharing) * dim;
+        const float inverse = 1.0f / sum[r];
+        for (int i = 0; i < dim; i++)
+            target[i] = narrow(sums[r * dim + i] * inverse);
+    }
+}
+
+/* Causal attention of every token of the step to its own sequence; queries must be rotated, the KV of the step stored. */
+void paged_attention(const Shape *shape, const Step *step, float scale,
+                     const element *qkv,                         /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
+                     const element *keys, const element *values, /* the cache of this layer */
+                     element *output)                            /* [num_tokens, num_heads * head_dim] */
+{
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(shape->num_threads)
+    for (int item = 0; item < step->num_items; item++)
+        for (int kv_head = 0; kv_head < shape->num_kv_heads; kv_head++)
+            attend_item(shape, step, item, kv_head, scale, qkv, keys, values, output);
+}

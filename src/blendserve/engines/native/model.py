@@ -1,0 +1,426 @@
+"""Decoder-only models of the Llama type: configuration, weights and the forward pass of one step.
+
+Covers Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen2.5 (biases of the projections of queries, keys and values) and
+Qwen3 (queries and keys normalised per head). What a checkpoint asks for beyond that is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from blendserve.engines.native.attention import PagedAttention, StepLayout
+from blendserve.errors import ModelError
+from blendserve.models import SUPPORTED_ARCHITECTURES, check_supported
+
+LOGITS_BYTES = 64 << 20
+"""fp32 logits held at a time: the head runs over this much and no more"""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How the rotary frequencies of a long-context checkpoint differ from the plain ones."""
+
+    kind: str
+    """"linear" (every frequency divided by `factor`) or "llama3" (the low ones, with a smooth passage)"""
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the forward pass needs to know, read from a checkpoint's `config.json`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    max_model_len: int
+
+    @classmethod
+    def from_folder(cls, folder: Path, max_model_len: int | None = None) -> ModelConfig:
+        """Read `config.json`.
+
+        Args:
+            folder: the checkpoint.
+            max_model_len: longest sequence that will run; None for what the checkpoint allows.
+
+        Raises:
+            ModelError: the file is missing or broken, or asks for something the native engine does not implement.
+        """
+        path = folder / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read {path}: {error}; --model must name a checkpoint folder") from error
+        return cls.from_dict(raw, max_model_len)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], max_model_len: int | None = None) -> ModelConfig:
+        """The same from the parsed JSON."""
+        check_supported(raw)
+        architecture = next(name for name in SUPPORTED_ARCHITECTURES if name in raw["architectures"])
+        if raw.get("quantization_config"):
+            _refuse("quantized weights (quantization_config)")
+        if raw.get("hidden_act", "silu") != "silu":
+            _refuse(f"the activation {raw['hidden_act']!r}")
+        if raw.get("partial_rotary_factor", 1.0) != 1.0:
+            _refuse("rotary embedding of a part of each head (partial_rotary_factor)")
+        try:
+            limit = int(raw["max_position_embeddings"])
+            if max_model_len is not None and max_model_len > limit:
+                raise ModelError(f"max_model_len {max_model_len} exceeds the model's {limit} positions")
+            limit = max_model_len or limit
+            _refuse_sliding_window(raw, architecture, limit)
+            theta, scaling = _rope(raw)
+            num_heads = int(raw["num_attention_heads"])
+            bias = bool(raw.get("attention_bias", False))
+            return cls(
+                architecture=architecture,
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=int(raw["hidden_size"]),
+                intermediate_size=int(raw["intermediate_size"]),
+                num_layers=int(raw["num_hidden_layers"]),
+                num_heads=num_heads,
+                num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rope_theta=theta,
+                rope_scaling=scaling,
+                tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+                output_bias=bias,
+                mlp_bias=bool(raw.get("mlp_bias", False)),
+                qk_norm=architecture == "Qwen3ForCausalLM",
+                max_model_len=limit,
+            )
+        except KeyError as error:
+            raise ModelError(f"the model's config.json lacks {error}") from error
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Widths of the queries, keys and values of one token."""
+        kv_size = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_size, kv_size
+
+    def rope_table(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position: two tensors [max_model_len, head_dim / 2] fp32."""
+        frequencies = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+        if self.rope_scaling is not None:
+            frequencies = _scale_frequencies(frequencies, self.rope_scaling)
+        angles = torch.arange(self.max_model_len).float()[:, None] * frequencies
+        return angles.cos(), angles.sin()
+
+
+def _refuse(what: str) -> None:
+    raise ModelError(f"the native engine does not implement {what}; use --engine vllm for this model")
+
+
+def _refuse_sliding_window(raw: Mapping[str, Any], architecture: str, max_model_len: int) -> None:
+    """Sliding windows only matter where a sequence can outgrow one that some layer uses."""
+    window = raw.get("sliding_window")
+    by_default = architecture == "MistralForCausalLM"
+    layer_types = raw.get("layer_types")
+    in_use = "sliding_attention" in layer_types if layer_types else raw.get("use_sliding_window", by_default)
+    if in_use and window is not None and window < max_model_len:
+        raise ModelError(
+            f"the native engine does not implement sliding windows (sliding_window {window}); "
+            f"use --max-model-len {window} or --engine vllm"
+        )
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary embedding; transformers 5 writes both into `rope_parameters`."""
+    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind, float(parameters["factor"]))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            kind,
+            float(parameters["factor"]),
+            float(parameters["low_freq_factor"]),
+            float(parameters["high_freq_factor"]),
+            int(parameters["original_max_position_embeddings"]),
+        )
+    raise ModelError(f"the native engine does not implement rope scaling of type {kind!r}; use --engine vllm")
+
+
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Apply `scaling`; for llama3, frequencies are told apart by the turns they make in the original context."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    # 0 where a frequency is low and gets divided, 1 where it is high and stays.
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+class Linear:
+    """`x @ weight.T + bias`, with the weight packed for oneDNN where this torch offers that.
+
+    Packing is worth 1.2 to 3 times on the few rows of a decode step and a little on many.
+    """
+
+    PACKED_FOR_ROWS = 256
+
+    def __init__(
+        self,
+        weight: Tensor,  # [num_outputs, num_inputs]
+        bias: Tensor | None = None,  # [num_outputs]
+    ) -> None:
+        self.bias = bias
+        self.weight, self.is_packed = weight, False
+        if weight.dtype == torch.bfloat16 and not _has_fast_bf16():
+            return
+        try:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.PACKED_FOR_ROWS)
+            self.is_packed = True
+        except (AttributeError, RuntimeError):
+            pass  # not an interface that torch promises
+
+    def __call__(
+        self,
+        x: Tensor,  # [num_rows, num_inputs]
+    ) -> Tensor:  # [num_rows, num_outputs]
+        """Apply to every row."""
+        if self.is_packed:
+            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return result
+        return F.linear(x, self.weight, self.bias)
+
+
+def _has_fast_bf16() -> bool:
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+class RMSNorm:
+    """Root mean square normalisation of the last dimension, in fp32 whatever the dtype."""
+
+    def __init__(
+        self,
+        weight: Tensor,  # [size]
+        eps: float,
+    ) -> None:
+        self.weight = weight
+        self.eps = eps
+
+    def __call__(
+        self,
+        x: Tensor,  # [..., size]
+    ) -> Tensor:  # like x
+        """Normalise."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one decoder layer."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    output: Linear
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """A Llama-type model; see `forward`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,  # [vocab_size, hidden_size]
+        layers: list[Layer],
+        norm: RMSNorm,
+        head: Linear,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.dtype = embedding.dtype
+        self.rows_per_chunk = max(1, LOGITS_BYTES // (4 * config.vocab_size))
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, dtype: torch.dtype) -> LlamaModel:
+        """Read the safetensors files of a checkpoint.
+
+        Raises:
+            ModelError: weights are missing, of the wrong shape, or more than this model has.
+        """
+        with ExitStack() as stack:
+            weights = _Weights(folder, dtype, stack)
+            model = cls._from_weights(config, weights)
+            weights.check_all_used()
+        return model
+
+    @classmethod
+    def _from_weights(cls, config: ModelConfig, weights: _Weights) -> LlamaModel:
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+
+        def linear(prefix: str, sizes: dict[str, int], num_inputs: int, bias: bool) -> Linear:
+            """Several projections of the same input as one."""
+            parts = [weights.take(f"{prefix}{name}.weight", size, num_inputs) for name, size in sizes.items()]
+            biases = [weights.take(f"{prefix}{name}.bias", size) for name, size in sizes.items() if bias]
+            return Linear(_join(parts), _join(biases) if bias else None)
+
+        def norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(weights.take(f"{name}.weight", size), eps)
+
+        embedding = weights.take("model.embed_tokens.weight", config.vocab_size, hidden)
+        qkv_sizes = dict(zip(("q_proj", "k_proj", "v_proj"), config.qkv_sizes, strict=True))
+        layers = []
+        for i in range(config.num_layers):
+            layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn.", ".mlp."))
+            layers.append(
+                Layer(
+                    input_norm=norm(f"{layer}.input_layernorm", hidden),
+                    qkv=linear(attention, qkv_sizes, hidden, config.qkv_bias),
+                    query_norm=norm(f"{attention}q_norm", config.head_dim) if config.qk_norm else None,
+                    key_norm=norm(f"{attention}k_norm", config.head_dim) if config.qk_norm else None,
+                    output=linear(attention, {"o_proj": hidden}, config.qkv_sizes[0], config.output_bias),
+                    mlp_norm=norm(f"{layer}.post_attention_layernorm", hidden),
+                    gate_up=linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias),
+                    down=linear(mlp, {"down_proj": hidden}, inner, config.mlp_bias),
+                )
+            )
+        final_norm = norm("model.norm", hidden)
+        if config.tied_embeddings:
+            weights.ignore("lm_head.weight")
+            head = Linear(embedding)
+        else:
+            head = Linear(weights.take("lm_head.weight", config.vocab_size, hidden))
+        return cls(config, embedding, layers, final_norm, head)
+
+    @torch.inference_mode()
+    def hidden_states(
+        self,
+        token_ids: Tensor,  # [num_tokens] int64, the rows of the step one after the other
+        layout: StepLayout,
+        attention: PagedAttention,
+        selected: Tensor,  # [num_selected] int64, places in token_ids whose hidden states are wanted
+    ) -> Tensor:  # [num_selected, hidden_size]
+        """Compute one step: writes the KV of all its tokens, returns the final hidden states of the selected ones."""
+        attention.begin(layout)
+        residual = self.embedding[token_ids]
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(layer.input_norm(residual))
+            if layer.query_norm is not None and layer.key_norm is not None:
+                self._normalise_heads(qkv, layer.query_norm, layer.key_norm)
+            attention.store(i, qkv)
+            if i == len(self.layers) - 1 and not len(selected):
+                return residual[selected]
+            attended = attention.attend(i, qkv)
+            if i == len(self.layers) - 1:
+                # Nothing reads the other rows any more.
+                attended, residual = attended[selected], residual[selected]
+            residual = residual + layer.output(attended)
+            gate, up = layer.gate_up(layer.mlp_norm(residual)).chunk(2, dim=-1)
+            residual = residual + layer.down(F.silu(gate) * up)
+        return self.norm(residual)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        hidden_states: Tensor,  # [num_rows, hidden_size]
+    ) -> Iterator[Tensor]:  # [at most rows_per_chunk, vocab_size] fp32
+        """Logits of consecutive chunks of rows, so that a large batch never holds all of its logits at once."""
+        for start in range(0, len(hidden_states), self.rows_per_chunk):
+            yield self.head(hidden_states[start : start + self.rows_per_chunk]).float()
+
+    def forward(
+        self, token_ids: Tensor, layout: StepLayout, attention: PagedAttention, selected: Tensor
+    ) -> Tensor:
+        """Logits [num_selected, vocab_size] fp32 of one step; arguments as in `hidden_states`."""
+        chunks = list(self.logits(self.hidden_states(token_ids, layout, attention, selected)))
+        return torch.cat(chunks) if chunks else torch.empty(0, self.config.vocab_size)
+
+    def _normalise_heads(self, qkv: Tensor, query_norm: RMSNorm, key_norm: RMSNorm) -> None:
+        queries, keys, _ = qkv.split_with_sizes(self.config.qkv_sizes, dim=-1)
+        for part, norm in ((queries, query_norm), (keys, key_norm)):
+            heads = part.view(len(part), -1, self.config.head_dim)
+            heads.copy_(norm(heads))
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Weights:
+    """The tensors of a checkpoint by name, each to be taken once."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, stack: ExitStack) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(f"{folder} holds no .safetensors files")
+        try:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        except Exception as error:  # safetensors has its own exception for broken files
+            raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+        self._folder, self._dtype = folder, dtype
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+    def take(self, name: str, *sizes: int) -> Tensor:
+        """The tensor `name`, which must have the given sizes, in the model's dtype."""
+        if name not in self._files:
+            raise ModelError(f"the weights in {self._folder} lack {name}")
+        tensor: Tensor = self._files.pop(name).get_tensor(name)
+        if tuple(tensor.shape) != sizes:
+            raise ModelError(
+                f"{name} in {self._folder} has shape {tuple(tensor.shape)}, config.json implies {sizes}"
+            )
+        return tensor.to(self._dtype)
+
+    def ignore(self, name: str) -> None:
+        """Do without a tensor that may be there."""
+        self._files.pop(name, None)
+
+    def check_all_used(self) -> None:
+        """A tensor left over means that the model computes something this file does not."""
+        left = [name for name in self._files if not name.endswith("rotary_emb.inv_freq")]
+        if left:
+            raise ModelError(
+                f"the weights in {self._folder} hold tensors of an unknown purpose: {', '.join(left[:5])}"
+            )

@@ -1,0 +1,239 @@
+"""The C kernels against torch, and torch against plain softmax, on every shape that matters."""
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blendserve.engines.native import attention as attention_module
+from blendserve.engines.native import kernels
+from blendserve.engines.native.attention import (
+    KernelAttention,
+    KVShape,
+    PagedAttention,
+    StepLayout,
+    TorchAttention,
+    make_attention,
+)
+from blendserve.errors import EngineError
+from blendserve.scheduling.batch import Batch
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def make_batch(num_computed: list[int], num_tokens: list[int], block_size: int, seed: int = 0) -> Batch:
+    """Rows with blocks of their own, scattered over the cache."""
+    num_blocks = [-(-(c + n) // block_size) for c, n in zip(num_computed, num_tokens, strict=True)]
+    blocks = iter(np.random.default_rng(seed).permutation(sum(num_blocks)))
+    tables = np.zeros((len(num_blocks), max(num_blocks)), dtype=np.int32)
+    for row, count in enumerate(num_blocks):
+        tables[row, :count] = [next(blocks) for _ in range(count)]
+    rows = np.arange(len(num_blocks), dtype=np.int32)
+    return Batch(
+        slots=rows,
+        requests=rows,
+        num_computed=np.array(num_computed, dtype=np.int32),
+        num_tokens=np.array(num_tokens, dtype=np.int32),
+        samples=np.ones(len(rows), dtype=np.bool_),
+        block_tables=tables,
+        num_prefill_tokens=0,
+        num_decode_tokens=0,
+        kv_tokens_read=0,
+        query_key_pairs=0,
+    )
+
+
+def rope_table(head_dim: int, num_positions: int = 1024) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(num_positions)[:, None] * 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    return angles.cos(), angles.sin()
+
+
+def run(attention: PagedAttention, batch: Batch, qkv_of_rows: list[Tensor]) -> Tensor:
+    """Compute the context of every row in one step, then the batch in another; output of the second."""
+    block_size = attention.shape.block_size
+    first = Batch(
+        **{name: getattr(batch, name) for name in Batch.__dataclass_fields__}
+        | {"num_tokens": batch.num_computed, "num_computed": np.zeros_like(batch.num_computed)}
+    )
+    output = torch.empty(0)
+    for part in (first, batch):
+        layout = StepLayout.from_batch(part, block_size)
+        spans = zip(qkv_of_rows, part.num_computed, part.num_tokens, strict=True)
+        qkv = torch.cat([row[start : start + count] for row, start, count in spans])
+        attention.begin(layout)
+        attention.store(0, qkv)
+        output = attention.attend(0, qkv)
+    return output
+
+
+def expected(shape: KVShape, batch: Batch, qkv_of_rows: list[Tensor]) -> Tensor:
+    """Plain softmax in fp64, a row and a head at a time."""
+    cosine, sine = (table.double() for table in rope_table(shape.head_dim))
+    outputs = []
+    for qkv, start, count in zip(qkv_of_rows, batch.num_computed, batch.num_tokens, strict=True):
+        heads = qkv.double().view(len(qkv), -1, shape.head_dim)
+        low, high = heads.chunk(2, dim=-1)
+        c, s = cosine[: len(qkv), None], sine[: len(qkv), None]
+        rotated = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+        result = []
+        for head in range(shape.num_heads):
+            kv_head = shape.num_heads + head // shape.heads_per_kv_head
+            scores = rotated[start : start + count, head] @ rotated[:, kv_head].T * shape.head_dim**-0.5
+            hidden = torch.ones(count, len(qkv)).triu(int(start) + 1).bool()
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            result.append(weights @ heads[:, kv_head + shape.num_kv_heads])
+        outputs.append(torch.cat(result, dim=-1))
+    return torch.cat(outputs)
+
+
+def check(shape: KVShape, batch: Batch, backend: str) -> None:
+    torch.manual_seed(0)
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    totals = batch.num_computed + batch.num_tokens
+    qkv_of_rows = [torch.randn(int(total), width).to(shape.dtype) for total in totals]
+    attention = make_attention(shape, rope_table(shape.head_dim), backend)  # type: ignore[arg-type]
+    for pages in attention.keys + attention.values:  # type: ignore[attr-defined]
+        pages.fill_(torch.nan)
+    output = run(attention, batch, qkv_of_rows)
+    error = (output - expected(shape, batch, qkv_of_rows)).abs().max().item()
+    assert error <= TOLERANCE[shape.dtype]
+
+
+MIXED = ([1, 30, 33, 130, 64, 7], [70, 1, 20, 1, 1, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["torch", "c"])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(9, 3, 64), (4, 4, 16), (8, 1, 128), (14, 2, 64), (7, 1, 80), (5, 1, 96)],
+)
+def test_backends_compute_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, backend: str, dtype: torch.dtype
+) -> None:
+    batch = make_batch(*MIXED, block_size)
+    shape = KVShape(
+        1, num_heads, num_kv_heads, head_dim, int(batch.block_tables.max()) + 1, block_size, dtype
+    )
+    check(shape, batch, backend)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 80)), min_size=1, max_size=6),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 8)),
+    head_dim=st.sampled_from([16, 32, 48, 64, 112]),
+    block_size=st.sampled_from([1, 2, 8, 16, 32]),
+)
+def test_the_kernels_cope_with_any_batch(
+    rows: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, block_size: int
+) -> None:
+    num_computed, num_tokens = (list(column) for column in zip(*rows, strict=True))
+    batch = make_batch(num_computed, num_tokens, block_size)
+    num_kv_heads, sharing = heads
+    num_blocks = int(batch.block_tables.max()) + 1
+    shape = KVShape(1, num_kv_heads * sharing, num_kv_heads, head_dim, num_blocks, block_size, torch.float32)
+    check(shape, batch, "c")
+
+
+def test_huge_scores_stay_finite() -> None:
+    """Online softmax must rescale by the running maximum: scores of +-1e4 overflow a plain exponential."""
+    batch = make_batch([64], [3], 16)
+    shape = KVShape(1, 2, 1, 16, int(batch.block_tables.max()) + 1, 16, torch.float32)
+    qkv = torch.randn(67, 4 * 16) * 100
+    for backend in ("torch", "c"):
+        output = run(make_attention(shape, rope_table(16), backend), batch, [qkv.clone()])
+        torch.testing.assert_close(output.double(), expected(shape, batch, [qkv]), atol=1e-2, rtol=1e-3)
+
+
+def test_layout_of_a_step() -> None:
+    batch = make_batch([0, 5], [3, 1], 4)
+    batch.block_tables[:] = [[7, 0], [2, 9]]
+    layout = StepLayout.from_batch(batch, 4)
+    assert layout.query_starts.tolist() == [0, 3, 4]
+    assert layout.context_lens.tolist() == [3, 6]
+    assert layout.positions.tolist() == [0, 1, 2, 5]
+    assert layout.kv_slots.tolist() == [28, 29, 30, 37]
+
+
+@pytest.fixture
+def fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and nothing loaded yet."""
+    monkeypatch.setenv("BLENDSERVE_CACHE", str(tmp_path))
+    kernels.load_kernels.cache_clear()
+    yield tmp_path
+    kernels.load_kernels.cache_clear()
+
+
+SMALL = KVShape(1, 2, 1, 16, 4, 16, torch.float32)
+
+
+def test_kernels_are_built_once(fresh_kernels: Path) -> None:
+    assert isinstance(make_attention(SMALL, rope_table(16)), KernelAttention)
+    [library] = fresh_kernels.iterdir()
+    built = library.stat().st_mtime_ns
+    kernels.load_kernels.cache_clear()
+    make_attention(SMALL, rope_table(16))
+    assert [path.stat().st_mtime_ns for path in fresh_kernels.iterdir()] == [built]
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
+def test_without_a_compiler_torch_attends(
+    fresh_kernels: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with pytest.warns(RuntimeWarning, match="falls back to torch"):
+        assert isinstance(make_attention(SMALL, rope_table(16)), TorchAttention)
+    # One warning is enough, and whoever insists on the kernels hears why not.
+    assert isinstance(make_attention(SMALL, rope_table(16)), TorchAttention)
+    with pytest.raises(EngineError, match="not available"):
+        make_attention(SMALL, rope_table(16), "c")
+
+
+def test_a_broken_source_reports_what_the_compiler_said(
+    fresh_kernels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "kernels.c"
+    source.write_text("this is no C")
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    with pytest.warns(RuntimeWarning, match="error: "):
+        assert kernels.load_kernels(torch.float32) is None
+    assert [path.name for path in fresh_kernels.iterdir()] == ["kernels.c"], "nothing half-built may stay"
+
+
+def test_odd_head_sizes_go_to_torch() -> None:
+    shape = KVShape(1, 2, 1, 24, 4, 16, torch.float32)
+    assert isinstance(make_attention(shape, rope_table(24)), TorchAttention)
+
+
+def test_one_openmp_runtime_and_unharmed_denormals() -> None:
+    """Two runtimes would fight for the cores; -ffast-math at link time would flush denormals in the whole process."""
+    assert kernels.load_kernels(torch.float32) is not None
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        names = ("libgomp", "libiomp5", "libomp.so")
+        runtimes = {
+            line.split()[-1]
+            for line in maps.read_text().splitlines()
+            if line.split()[-1].split("/")[-1].startswith(names)
+        }
+        assert len(runtimes) == 1
+    assert np.float32(1e-40) * np.float32(0.5) > 0
+
+
+def test_structures_match_the_source() -> None:
+    """Field order is all that ties the ctypes structures to kernels.c."""
+    source = kernels.SOURCE.read_text()
+    for structure in (kernels.Shape, kernels.Step):
+        body = source[: source.index(f"}} {structure.__name__};")].rsplit("typedef struct {", 1)[1]
+        places = [body.index(name) for name, _ in structure._fields_]
+        assert places == sorted(places)
+    assert ctypes.sizeof(kernels.Shape) == 24
+    assert attention_module.ROWS_PER_ITEM >= 1

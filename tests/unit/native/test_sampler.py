@@ -1,0 +1,192 @@
+"""Sampling against exact filtered probabilities, and its independence of the batch."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from blendserve.engines.native import sampler
+from blendserve.engines.native.sampler import SamplingRow, sample, uniforms
+from blendserve.request import SamplingParams
+
+VOCAB = 1000
+
+
+def some_logits(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def exact_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """[vocab] fp64: temperature, min_p, top_k, top_p in vLLM's order, each on the distribution the last one left."""
+    probabilities = (logits.double() / params.temperature).softmax(-1)
+    probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0)
+    if params.top_k:
+        kth = probabilities.topk(params.top_k).values[-1]
+        probabilities = probabilities.where(probabilities >= kth, 0)
+    probabilities /= probabilities.sum()
+    ordered, ids = probabilities.sort(descending=True, stable=True)
+    probabilities[ids[ordered.cumsum(0) - ordered >= params.top_p]] = 0
+    return probabilities / probabilities.sum()
+
+
+def draw(logits: Tensor, params: SamplingParams, seed: int, count: int, chunk: int = 2000) -> np.ndarray:
+    tokens: list[int] = []
+    for start in range(0, count, chunk):
+        rows = [SamplingRow(params, seed, start + i) for i in range(chunk)]
+        tokens += sample(logits.expand(chunk, -1).clone(), rows).token_ids
+    return np.array(tokens)
+
+
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=1.7, top_k=20),
+    SamplingParams(top_p=0.8),
+    SamplingParams(temperature=3.0, top_p=0.95),  # keeps more tokens than are looked at first
+    SamplingParams(min_p=0.05),
+    SamplingParams(temperature=5.0, min_p=0.01),
+    SamplingParams(temperature=1.3, top_k=50, top_p=0.7, min_p=0.02),
+    SamplingParams(top_k=400, top_p=0.99),
+    SamplingParams(top_k=1),
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_tokens_follow_the_filtered_distribution(params: SamplingParams) -> None:
+    logits = some_logits()
+    probabilities = exact_probabilities(logits[0], params).numpy()
+    count = 20_000
+    tokens = draw(logits, params, seed=7, count=count)
+    observed = np.bincount(tokens, minlength=VOCAB)
+    assert not observed[probabilities == 0].any(), "a token that the filter removes was drawn"
+    # Chi-square over the tokens expected at least 5 times, the rest as one.
+    often = probabilities * count >= 5
+    expected = np.append(probabilities[often], probabilities[~often].sum()) * count
+    found = np.append(observed[often], observed[~often].sum())
+    expected, found = expected[expected > 0], found[expected > 0]
+    degrees = len(expected) - 1
+    statistic = ((found - expected) ** 2 / expected).sum()
+    # Wilson-Hilferty: about normal; 4 standard deviations.
+    if degrees:
+        deviation = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
+        assert deviation < 4
+
+
+def test_uniform_numbers_are_uniform_and_independent() -> None:
+    seeds, positions = np.divmod(np.arange(100_000), 100)
+    numbers = uniforms(seeds.tolist(), positions.tolist())
+    assert (numbers >= 0).all()
+    assert (numbers < 1).all()
+    assert len(np.unique(numbers)) == len(numbers)
+    histogram = np.histogram(numbers, bins=50, range=(0, 1))[0]
+    assert np.abs(histogram - 2000).max() < 5 * 2000**0.5
+    table = numbers.reshape(1000, 100)
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.02
+
+
+def test_seeds_of_64_bits() -> None:
+    numbers = uniforms([0, 1, 2**63, 2**64 - 1], [0, 0, 0, 2**20])
+    assert len(set(numbers.tolist())) == 4
+    assert ((numbers >= 0) & (numbers < 1)).all()
+
+
+def test_tokens_do_not_depend_on_the_batch() -> None:
+    """Alone, among rows with other filters, in any order: the same token."""
+    num_rows = 60
+    logits = some_logits(num_rows)
+    logits = (logits * 4).round() / 4  # ties, as bf16 logits have them
+    rows = [
+        SamplingRow([*FILTERS, SamplingParams(temperature=0.0)][i % 11], seed=i // 3, position=i % 5)
+        for i in range(num_rows)
+    ]
+    together = sample(logits.clone(), rows).token_ids
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]]).token_ids[0] for i in range(num_rows)]
+    assert together == alone
+    order = np.random.default_rng(0).permutation(num_rows).tolist()
+    shuffled = sample(logits[order], [rows[i] for i in order]).token_ids
+    assert shuffled == [together[i] for i in order]
+
+
+def test_a_position_changes_the_token_and_a_seed_repeats_it() -> None:
+    logits = some_logits()
+    first = draw(logits, SamplingParams(), seed=1, count=2000)
+    assert (first == draw(logits, SamplingParams(), seed=1, count=2000)).all()
+    assert (first != draw(logits, SamplingParams(), seed=2, count=2000)).mean() > 0.5
+    assert len(set(first.tolist())) > 50
+
+
+def test_greedy_takes_the_maximum() -> None:
+    logits = some_logits(5)
+    rows = [SamplingRow(SamplingParams(temperature=t), 0, 0) for t in (0.0, 1e-6, 0.0, 0.0, 0.0)]
+    assert sample(logits.clone(), rows).token_ids == logits.argmax(-1).tolist()
+
+
+def test_top_k_keeps_ties_like_vllm() -> None:
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, [3, 500, 900]] = 2.0
+    assert set(draw(logits, SamplingParams(top_k=1), seed=0, count=200, chunk=200).tolist()) == {3, 500, 900}
+
+
+def test_the_bounded_search_falls_back_to_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = some_logits(20)
+    params = [SamplingParams(top_p=0.9), SamplingParams(min_p=0.001), SamplingParams(top_p=0.3)]
+    rows = [SamplingRow(params[i % 3], 5, i) for i in range(20)]
+    wide = sample(logits.clone(), rows).token_ids
+    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 4)
+    assert sample(logits.clone(), rows).token_ids == wide
+
+
+def test_suppressed_tokens_are_never_chosen() -> None:
+    logits = some_logits(2)
+    best = logits.argmax(-1).tolist()
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.0), 0, 0, suppressed=(best[0],)),
+        SamplingRow(SamplingParams(top_k=1), 0, 0, suppressed=(best[1],)),
+    ]
+    second = logits.topk(2).indices[:, 1].tolist()
+    assert sample(logits.clone(), rows).token_ids == second
+
+
+def test_logprobs_are_those_of_the_raw_distribution() -> None:
+    logits = some_logits(4)
+    logprobs = logits.double().log_softmax(-1)
+    banned = int(logits[1].argmax())
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.7, top_k=3, logprobs=0), 0, 0),
+        SamplingRow(SamplingParams(temperature=0.0, logprobs=2), 0, 0, suppressed=(banned,)),
+        SamplingRow(SamplingParams(), 0, 0),
+        SamplingRow(SamplingParams(temperature=2.0, logprobs=5), 0, 0),
+    ]
+    token_ids, found, _ = sample(logits.clone(), rows)
+    assert found[2] is None
+    for i, num_top in ((0, 0), (1, 2), (3, 5)):
+        entry = found[i]
+        assert entry is not None
+        assert entry.token_id == token_ids[i]
+        assert entry.logprob == pytest.approx(logprobs[i, token_ids[i]].item(), abs=1e-5)
+        assert [token_id for token_id, _ in entry.top] == logits[i].topk(num_top).indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(
+            logprobs[i].topk(num_top).values.tolist(), abs=1e-5
+        )
+    assert found[1] is not None
+    assert found[1].top[0][0] == banned, "what is suppressed still has its raw probability"
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.0), SamplingParams(logprobs=3), SamplingParams(top_p=0.5)]
+)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_broken_logits_are_reported_and_harm_no_other_row(params: SamplingParams, poison: float) -> None:
+    logits = some_logits(3)
+    rows = [SamplingRow(params, 0, i) for i in range(3)]
+    healthy = sample(logits.clone(), rows)
+    logits[1, 17] = poison
+    token_ids, _, is_valid = sample(logits, rows)
+    assert is_valid == [True, False, True]
+    assert (token_ids[0], token_ids[2]) == (healthy.token_ids[0], healthy.token_ids[2])
+
+
+def test_a_row_without_any_finite_logit_is_broken() -> None:
+    logits = torch.full((1, VOCAB), -torch.inf)
+    assert sample(logits, [SamplingRow(SamplingParams(), 0, 0)]).is_valid == [False]
