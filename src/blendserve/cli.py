@@ -485,7 +485,7 @@ def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool
         running = job.start(store)
         started_s = time.perf_counter()
         try:
-            _show_progress(running.run())
+            _show_progress(running.run(), job.plan.summary().sequential_s)
         except KeyboardInterrupt:
             summary = running.summary
             _fail(
@@ -504,7 +504,7 @@ class _RateColumn(ProgressColumn):
         return Text(str(task.fields.get("facts", "")), style="cyan")
 
 
-def _show_progress(steps: Iterator[JobProgress]) -> None:
+def _show_progress(steps: Iterator[JobProgress], expected_s: float) -> None:
     """A live bar on a terminal, a line now and then elsewhere."""
     if not console.is_terminal:
         next_line_s = time.perf_counter() + PLAIN_PROGRESS_EVERY_S
@@ -512,7 +512,9 @@ def _show_progress(steps: Iterator[JobProgress]) -> None:
             if time.perf_counter() >= next_line_s:
                 next_line_s += PLAIN_PROGRESS_EVERY_S
                 finished = progress.num_done + progress.completed + progress.failed
-                console.print(f"running  {finished:,}/{progress.total:,} lines, {_facts(progress)}")
+                console.print(
+                    f"running  {finished:,}/{progress.total:,} lines, {_facts(progress, expected_s)}"
+                )
         return
     columns = (
         TextColumn("running "),
@@ -525,23 +527,25 @@ def _show_progress(steps: Iterator[JobProgress]) -> None:
         task = bar.add_task("", total=None, facts="")
         for progress in steps:
             finished = progress.num_done + progress.completed + progress.failed
-            bar.update(task, total=progress.total, completed=finished, facts=_facts(progress))
+            bar.update(task, total=progress.total, completed=finished, facts=_facts(progress, expected_s))
 
 
-def _facts(progress: JobProgress) -> str:
-    if not progress.engine_s:
+def _facts(progress: JobProgress, expected_s: float) -> str:
+    """Speed, load, blend and remaining time; `expected_s` is the modelled time of the whole job."""
+    modelled_s = progress.compute_s + progress.memory_s
+    if not modelled_s:
         return ""
     computed = progress.num_prefill_tokens + progress.num_decode_tokens
-    finished = progress.completed + progress.failed
-    left = progress.total - progress.num_done - finished
-    eta = f"{left * progress.elapsed_s / finished:,.0f} s left" if progress.completed else "–"
-    modelled = progress.compute_s + progress.memory_s
-    blend = f"{progress.compute_s / modelled:.0%} compute" if modelled else "–"
-    failed = f", {progress.failed:,} failed" if progress.failed else ""
-    return (
-        f"{computed / progress.engine_s:,.0f} tok/s computed, {progress.num_running} running, "
-        f"KV {progress.kv_usage_ratio:.0%}, blend {blend}, ~{eta}{failed}"
-    )
+    facts = [
+        f"{computed / progress.engine_s:,.0f} tok/s computed",
+        f"{progress.num_running} running",
+        f"KV {progress.kv_usage_ratio:.0%}",
+        f"blend {progress.compute_s / modelled_s:.0%} compute",
+        f"~{max(expected_s / modelled_s - 1.0, 0.0) * progress.engine_s:,.0f} s left",
+    ]
+    if progress.failed:
+        facts.append(f"{progress.failed:,} failed")
+    return ", ".join(facts)
 
 
 def _simulate(config: JobConfig, as_json: bool) -> None:

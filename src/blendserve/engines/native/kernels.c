@@ -21,6 +21,9 @@
  * cache that is loaded serves all rows of the group (decode reads the cache once for all heads that share it), and in
  * prefill the tile stays in the L1 cache for all groups. Softmax is online: a running maximum and sum per row.
  *
+ * Blocks lie anywhere, so the hardware never sees the next one coming: each loop prefetches what the next will read, the
+ * values of its keys or the keys one tile on, as much per iteration as it reads itself.
+ *
  * Only keys that a row may see are ever weighed: unused places of a block may hold anything, even NaN.
  */
 #include <math.h>
@@ -69,6 +72,11 @@ ALWAYS_INLINE vec load(const element *p) { return *(const unaligned_vec *)p; }
 
 ALWAYS_INLINE vec load_f32(const float *p) { return *(const unaligned_vec *)p; }
 ALWAYS_INLINE void store_f32(float *p, vec x) { *(unaligned_vec *)p = x; }
+ALWAYS_INLINE void prefetch(const element *p, int count)
+{
+    for (int i = 0; i < count; i += 64 / sizeof(element))
+        __builtin_prefetch(p + i);
+}
 ALWAYS_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 
 typedef struct {
@@ -147,7 +155,8 @@ ALWAYS_INLINE vec exp_nonpositive(vec x)
 ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim,
                               const float *query,               /* [dim, rows] */
                               const element *keys, long stride, /* [dim, vectors * LANES], rows `stride` apart */
-                              float *scores)                    /* [rows, TILE_KEYS] */
+                              float *scores,                    /* [rows, TILE_KEYS] */
+                              const element *ahead)             /* [dim * vectors * LANES] to prefetch */
 {
     vec sums[MAX_SUMS] = {{0}};
     for (int i = 0; i < dim; i++) {
@@ -158,6 +167,7 @@ ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim,
                 sums[r * vectors + v] += load(keys + v * LANES) * query[r];
         query += rows;
         keys += stride;
+        prefetch(ahead + i * vectors * LANES, vectors * LANES);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -169,7 +179,8 @@ ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim,
 ALWAYS_INLINE void weigh_values(const int rows, const int vectors, int dim, int num_keys,
                                 const float *weights,  /* [rows, TILE_KEYS] */
                                 const element *values, /* [num_keys, dim], at the first of these columns */
-                                float *output)         /* [rows, dim], likewise */
+                                float *output,         /* [rows, dim], likewise */
+                                const element *ahead)  /* [num_keys * vectors * LANES] to prefetch */
 {
     vec sums[MAX_SUMS];
 #pragma GCC unroll 8
@@ -183,6 +194,7 @@ ALWAYS_INLINE void weigh_values(const int rows, const int vectors, int dim, int 
             for (int v = 0; v < vectors; v++)
                 sums[r * vectors + v] += load(values + v * LANES) * weights[r * TILE_KEYS + key];
         values += dim;
+        prefetch(ahead + key * vectors * LANES, vectors * LANES);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -215,8 +227,9 @@ ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, i
         *sum += sums[lane];
 }
 
-/* A group of rows against one tile of keys, which starts at `first_key` of the sequence. */
-ALWAYS_INLINE void attend_group(const int rows, const Shape *shape, const int32_t *table, int first_key,
+/* A group of rows against one tile of keys, which starts at `first_key` of the sequence. `rows` and `vectors` constant. */
+ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *shape, const int32_t *table, int first_key,
+                                int num_context,                            /* keys that the last row of the item sees */
                                 const int *num_visible,                     /* [rows] keys of the tile each row sees */
                                 const element *keys, const element *values, /* at the KV head */
                                 const float *query,                         /* [dim, rows] */
@@ -226,16 +239,16 @@ ALWAYS_INLINE void attend_group(const int rows, const Shape *shape, const int32_
     const int dim = shape->head_dim, block_size = shape->block_size;
     const int64_t block_stride = (int64_t)shape->num_kv_heads * dim * block_size;
     const int num_keys = min_int(num_visible[rows - 1], TILE_KEYS); /* later rows see more */
-    float scores[GROUP_ROWS * TILE_KEYS] __attribute__((aligned(64)));
-
-    const int vectors = rows > 3 ? 2 : 4; /* few rows leave registers for more keys, and longer runs of memory */
     const int strip = vectors * LANES;
+    float scores[GROUP_ROWS * TILE_KEYS] __attribute__((aligned(64)));
     int done = 0;
+
     for (; done < num_keys; done += strip) {
         const int key = first_key + done;
         if (block_size % strip == 0) {
-            const element *page = keys + table[key / block_size] * block_stride;
-            score_keys(rows, vectors, dim, query, page + key % block_size, block_size, scores + done);
+            const int64_t page = table[key / block_size] * block_stride;
+            score_keys(rows, vectors, dim, query, keys + page + key % block_size, block_size, scores + done,
+                       values + page + key % block_size * dim);
         } else { /* the strip spans blocks: bring its keys together first */
             element packed[dim * strip];
             memset(packed, 0, sizeof packed);
@@ -244,7 +257,7 @@ ALWAYS_INLINE void attend_group(const int rows, const Shape *shape, const int32_
                 for (int i = 0; i < dim; i++)
                     packed[i * strip + k] = page[i * block_size];
             }
-            score_keys(rows, vectors, dim, query, packed, strip, scores + done);
+            score_keys(rows, vectors, dim, query, packed, strip, scores + done, packed);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -252,12 +265,14 @@ ALWAYS_INLINE void attend_group(const int rows, const Shape *shape, const int32_
     for (int run, start = 0; start < num_keys; start += run) {
         const int key = first_key + start, place = key % block_size;
         const element *page = values + table[key / block_size] * block_stride + place * dim;
-        run = min_int(block_size - place, num_keys - start);
+        const int next = min_int(key + TILE_KEYS, num_context - 1);
+        const element *ahead = keys + table[next / block_size] * block_stride;
         int column = 0;
+        run = min_int(block_size - place, num_keys - start);
         for (; column + strip <= dim; column += strip)
-            weigh_values(rows, vectors, dim, run, scores + start, page + column, output + column);
+            weigh_values(rows, vectors, dim, run, scores + start, page + column, output + column, ahead + column * run);
         for (; column < dim; column += LANES) /* head_dim is a multiple of 16 */
-            weigh_values(rows, 1, dim, run, scores + start, page + column, output + column);
+            weigh_values(rows, 1, dim, run, scores + start, page + column, output + column, ahead + column * run);
     }
 }
 
@@ -296,12 +311,21 @@ static void attend_item(const Shape *shape, const Step *step, int item, int kv_h
                 num_visible[i] = first_visible + (r + i) / sharing - first_key;
             if (num_visible[rows - 1] <= 0)
                 continue;
-#define ATTEND(n)                                                                                                      \
-    case n:                                                                                                            \
-        attend_group(n, shape, table, first_key, num_visible, keys + head_offset, values + head_offset,                \
-                     query + r * dim, max + r, sum + r, sums + r * dim);                                               \
-        break;
-            switch (rows) { ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6) }
+#define ATTEND(rows, vectors)                                                                                          \
+    attend_group(rows, vectors, shape, table, first_key, num_keys, num_visible, keys + head_offset,                    \
+                 values + head_offset, query + r * dim, max + r, sum + r, sums + r * dim)
+            /* Few rows leave registers for more keys, which makes for longer runs of memory. */
+            switch (shape->block_size % (4 * LANES) == 0 ? rows : rows + GROUP_ROWS) {
+                case 1: ATTEND(1, 4); break;
+                case 2: ATTEND(2, 4); break;
+                case 3: ATTEND(3, 4); break;
+                case GROUP_ROWS + 1: ATTEND(1, 2); break;
+                case GROUP_ROWS + 2: ATTEND(2, 2); break;
+                case GROUP_ROWS + 3: ATTEND(3, 2); break;
+                case 4: case GROUP_ROWS + 4: ATTEND(4, 2); break;
+                case 5: case GROUP_ROWS + 5: ATTEND(5, 2); break;
+                case 6: case GROUP_ROWS + 6: ATTEND(6, 2); break;
+            }
 #undef ATTEND
         }
 

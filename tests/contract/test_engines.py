@@ -1,0 +1,158 @@
+"""What every engine promises to the job that drives it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blendserve.cost_model import CostModel, HardwareSpec
+from blendserve.engines import Engine
+from blendserve.engines.batching import BatchingEngine
+from blendserve.engines.native.executor import TorchExecutor
+from blendserve.engines.simulated import SimulatedExecutor
+from blendserve.errors import ConfigError
+from blendserve.planner.plan import make_plan
+from blendserve.request import Completion, RequestTable, Result
+from blendserve.scheduling.policies import POLICIES, make_policy
+from blendserve.scheduling.scheduler import SchedulerConfig
+from tests.workload import TINY, request_table
+
+COST_MODEL = CostModel(TINY, HardwareSpec.load("cpu-2core-avx2"))
+
+OpenEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = make_tiny_model("llama", tmp_path_factory.mktemp("contract") / "tiny")
+    return folder
+
+
+@pytest.fixture(params=["simulated", "native-c", "native-torch"])
+def open_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[OpenEngine]:
+    opened: list[Engine] = []
+
+    def make(num_blocks: int = 64, block_size: int = 8, **limits: int) -> Engine:
+        if request.param == "simulated":
+            executor: Any = SimulatedExecutor(COST_MODEL)
+            executor.block_size, executor.num_blocks = block_size, num_blocks
+        else:
+            executor = TorchExecutor(
+                checkpoint,
+                None,
+                cost_model=COST_MODEL,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                attention_backend=request.param.removeprefix("native-"),
+            )
+        engine = BatchingEngine(
+            executor, SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8} | limits)
+        )
+        opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def a_job(num_requests: int = 20) -> RequestTable:
+    """Three groups with a shared prefix, lengths from 1 to 30."""
+    rng = np.random.default_rng(0)
+    prefixes = [rng.integers(3, 500, size).tolist() for size in (5, 24, 40)]
+    prompts = [prefixes[i % 3] + rng.integers(3, 500, 1 + i % 7).tolist() for i in range(num_requests)]
+    return request_table(prompts, max_tokens=[1 + (7 * i) % 30 for i in range(num_requests)])
+
+
+def run(engine: Engine, requests: RequestTable, policy: str = "dual-scan") -> dict[int, Result]:
+    plan = make_plan(requests, engine.cost_model)
+    results: dict[int, Result] = {}
+    for step in engine.run(requests, make_policy(policy, plan)):  # type: ignore[arg-type]
+        for request, result in step.results:
+            assert request not in results, "two results for one request"
+            results[request] = result
+    return results
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_has_one_result(open_engine: OpenEngine, policy: str) -> None:
+    requests = a_job()
+    results = run(open_engine(), requests, policy)
+    assert sorted(results) == list(range(len(requests)))
+    for request, result in results.items():
+        assert isinstance(result, Completion)
+        assert 1 <= len(result.token_ids) <= requests.max_tokens[request]
+        assert result.finish_reason == "length"
+        assert result.num_prompt_tokens == requests.prompt_tokens[request]
+        assert 0 <= result.num_cached_tokens < result.num_prompt_tokens
+
+
+def test_step_facts_add_up(open_engine: OpenEngine) -> None:
+    requests = a_job()
+    engine = open_engine()
+    steps = list(engine.run(requests, make_policy("dfs", make_plan(requests, engine.cost_model))))
+    outputs = [result for step in steps for _, result in step.results if isinstance(result, Completion)]
+    generated = sum(len(output.token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    prefilled = sum(step.stats.num_prefill_tokens for step in steps)
+    decoded = sum(step.stats.num_decode_tokens for step in steps)
+    assert prefilled == requests.tokens.num_tokens - cached
+    assert decoded == generated - len(outputs)
+    assert all(step.stats.duration_s > 0 for step in steps)
+    assert all(0 <= step.stats.kv_usage_ratio <= 1 for step in steps)
+    assert steps[-1].stats.num_running == steps[-1].stats.num_waiting == 0
+
+
+def test_shared_prefixes_are_computed_once(open_engine: OpenEngine) -> None:
+    requests = a_job()
+    results = run(open_engine(num_blocks=400, max_num_batched_tokens=400, max_num_seqs=20), requests, "dfs")
+    by_group = [[results[i] for i in range(group, 20, 3)] for group in range(3)]
+    for group, shared in zip(by_group, (0, 24, 40), strict=True):
+        cached = sorted(result.num_cached_tokens for result in group if isinstance(result, Completion))
+        assert cached == [0] + [shared] * (len(group) - 1)
+
+
+def test_a_pool_with_room_for_little_more_than_one_request(open_engine: OpenEngine) -> None:
+    requests = a_job()
+    longest = int((requests.prompt_tokens + requests.max_tokens).max())
+    results = run(open_engine(num_blocks=-(-longest // 8) + 1), requests)
+    assert sorted(results) == list(range(len(requests)))
+
+
+def test_outputs_do_not_depend_on_pool_chunk_or_policy(open_engine: OpenEngine) -> None:
+    """In float32 on a tiny model; see docs/architecture.md for what real models do."""
+    requests = a_job()
+    plain = run(open_engine(num_blocks=400, max_num_batched_tokens=400, max_num_seqs=20), requests, "fcfs")
+    tight = run(open_engine(num_blocks=12, max_num_batched_tokens=9, max_num_seqs=5), requests, "random")
+    for request, result in plain.items():
+        other = tight[request]
+        assert isinstance(result, Completion)
+        assert isinstance(other, Completion)
+        assert result.token_ids == other.token_ids
+
+
+def test_an_engine_runs_several_jobs(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    first, second = run(engine, a_job(6)), run(engine, a_job(6))
+    assert first == second
+
+
+def test_stopping_to_iterate_stops_the_engine(open_engine: OpenEngine) -> None:
+    requests = a_job()
+    engine = open_engine()
+    steps = engine.run(requests, make_policy("fcfs", make_plan(requests, engine.cost_model)))
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert len(run(engine, requests)) == len(requests)
+
+
+def test_a_request_that_can_never_fit_is_refused_before_anything_runs(open_engine: OpenEngine) -> None:
+    requests = request_table([[5] * 100], max_tokens=100)
+    with pytest.raises(ConfigError, match="KV"):
+        run(open_engine(num_blocks=10), requests)
+
+
+def test_no_requests(open_engine: OpenEngine) -> None:
+    assert run(open_engine(), request_table([])) == {}
