@@ -465,7 +465,8 @@ def _plan(config: JobConfig, done: set[str]) -> PlannedJob:
     prepared = job.prepared
     skipped = f", {prepared.num_done:,} done before" if prepared.num_done else ""
     console.print(
-        f"read     {prepared.num_lines:,} lines: {len(prepared.rows):,} to run{skipped}, {len(prepared.errors):,} refused "
+        f"read     {prepared.num_lines:,} lines: {len(prepared.rows):,} to run{skipped}, "
+        f"{len(prepared.errors):,} refused "
         f"[dim]({time.perf_counter() - started_s:.1f} s)[/dim]"
     )
     return job
@@ -560,7 +561,8 @@ def _simulate(config: JobConfig, as_json: bool) -> None:
         f"{cost['tokens_per_s']:,.0f} tok/s, {cost['optimum_ratio']:.1%} of the optimum"
     )
     console.print(
-        f"blend    {cost['compute_s']:.2f} s compute and {cost['memory_s']:.2f} s memory in {cost['num_steps']:,} steps, "
+        f"blend    {cost['compute_s']:.2f} s compute and {cost['memory_s']:.2f} s memory "
+        f"in {cost['num_steps']:,} steps, "
         f"{cost['num_computed_prompt_tokens']:,} of {job.plan.tree.num_units:,} prompt tokens computed"
     )
     if as_json:

@@ -62,7 +62,9 @@ class RequestTable:
         num_requests = len(self.tokens)
         for name in ("max_tokens", "declared_tokens", "params_index", "seeds"):
             if len(getattr(self, name)) != num_requests:
-                raise ValueError(f"column {name} has {len(getattr(self, name))} rows, expected {num_requests}")
+                raise ValueError(
+                    f"column {name} has {len(getattr(self, name))} rows, expected {num_requests}"
+                )
 
     def __len__(self) -> int:
         return len(self.tokens)

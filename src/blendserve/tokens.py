@@ -17,7 +17,9 @@ class PromptTokens:
         lengths: [num_prompts] int32, tokens in each prompt.
     """
 
-    def __init__(self, data: NDArray[np.uint32], starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
+    def __init__(
+        self, data: NDArray[np.uint32], starts: NDArray[np.int64], lengths: NDArray[np.int32]
+    ) -> None:
         self.data = data
         self.starts = np.ascontiguousarray(starts, dtype=np.int64)
         self.lengths = np.ascontiguousarray(lengths, dtype=np.int32)
@@ -27,7 +29,11 @@ class PromptTokens:
         """Copy prompts given as sequences of token ids."""
         arrays = [np.asarray(list(prompt), dtype=np.uint32) for prompt in prompts]
         lengths = np.array([len(array) for array in arrays], dtype=np.int32)
-        starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)[:-1])) if arrays else np.empty(0, np.int64)
+        starts = (
+            np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)[:-1]))
+            if arrays
+            else np.empty(0, np.int64)
+        )
         data = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
         return cls(data, starts, lengths)
 

@@ -76,7 +76,8 @@ class EngineConfig:
             "block_size": self.block_size,
             "kv_cache_bytes": self.kv_cache_memory,
         }
-        return replace(spec, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return replace(spec, **chosen)  # type: ignore[arg-type]
 
     def context_limit(self, model: ModelSpec) -> int:
         """Most tokens of a request.

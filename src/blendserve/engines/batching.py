@@ -58,7 +58,7 @@ class Executor(Protocol):
 
 
 class BatchingEngine:
-    """An engine made of BlendServe's own scheduler and an executor; native and simulated differ in the executor alone."""
+    """BlendServe's own scheduler over an executor; native and simulated differ in the executor alone."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self.executor = executor

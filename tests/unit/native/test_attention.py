@@ -105,6 +105,15 @@ def check(shape: KVShape, batch: Batch, backend: str) -> None:
     assert error <= TOLERANCE[shape.dtype]
 
 
+@pytest.fixture
+def fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and nothing loaded yet."""
+    monkeypatch.setenv("BLENDSERVE_CACHE", str(tmp_path))
+    kernels.load_kernels.cache_clear()
+    yield tmp_path
+    kernels.load_kernels.cache_clear()
+
+
 MIXED = ([1, 30, 33, 130, 64, 7], [70, 1, 20, 1, 1, 3])
 
 
@@ -143,6 +152,18 @@ def test_the_kernels_cope_with_any_batch(
     check(shape, batch, "c")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_of_other_machines(
+    fresh_kernels: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The compiler splits vectors that the CPU lacks, so the logic for AVX-512 can run anywhere."""
+    monkeypatch.setattr(kernels, "COMPILE_FLAGS", (*kernels.COMPILE_FLAGS, "-DLANES=16", "-Wno-psabi"))
+    for block_size in (4, 16, 32):
+        batch = make_batch(*MIXED, block_size)
+        num_blocks = int(batch.block_tables.max()) + 1
+        check(KVShape(1, 9, 3, 48, num_blocks, block_size, dtype), batch, "c")
+
+
 def test_huge_scores_stay_finite() -> None:
     """Online softmax must rescale by the running maximum: scores of +-1e4 overflow a plain exponential."""
     batch = make_batch([64], [3], 16)
@@ -161,15 +182,6 @@ def test_layout_of_a_step() -> None:
     assert layout.context_lens.tolist() == [3, 6]
     assert layout.positions.tolist() == [0, 1, 2, 5]
     assert layout.kv_slots.tolist() == [28, 29, 30, 37]
-
-
-@pytest.fixture
-def fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, and nothing loaded yet."""
-    monkeypatch.setenv("BLENDSERVE_CACHE", str(tmp_path))
-    kernels.load_kernels.cache_clear()
-    yield tmp_path
-    kernels.load_kernels.cache_clear()
 
 
 SMALL = KVShape(1, 2, 1, 16, 4, 16, torch.float32)

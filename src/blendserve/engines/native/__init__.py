@@ -6,6 +6,7 @@ Importing this package does not import torch: planning needs to know the engine'
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,6 +43,9 @@ def open_executor(
     Raises:
         ConfigError: the engine cannot run this model with these options.
     """
+    # How long idle OpenMP threads spin; read when torch loads its runtime. The default of some milliseconds keeps the
+    # cores from the very threads that are waited for as soon as anything else runs; the gaps of a step are shorter.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     from blendserve.engines.native.executor import TorchExecutor
 
     return TorchExecutor(

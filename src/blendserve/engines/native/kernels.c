@@ -7,7 +7,7 @@
  *
  * Layout of the cache of one layer (a block holds `block_size` tokens):
  *
- *     keys    [num_blocks, num_kv_heads, head_dim, block_size]    transposed: one vector holds one dimension of many keys
+ *     keys    [num_blocks, num_kv_heads, head_dim, block_size]    transposed: a vector holds one dimension of many keys
  *     values  [num_blocks, num_kv_heads, block_size, head_dim]
  *
  * Both products then have the same shape, a broadcast scalar times a vector of the cache, and need no horizontal sums:
@@ -21,8 +21,8 @@
  * cache that is loaded serves all rows of the group (decode reads the cache once for all heads that share it), and in
  * prefill the tile stays in the L1 cache for all groups. Softmax is online: a running maximum and sum per row.
  *
- * Blocks lie anywhere, so the hardware never sees the next one coming: each loop prefetches what the next will read, the
- * values of its keys or the keys one tile on, as much per iteration as it reads itself.
+ * Blocks lie anywhere, so the hardware never sees the next one coming: each loop prefetches what the next will read,
+ * the values of its keys or the keys one tile on, as much per iteration as it reads itself.
  *
  * Only keys that a row may see are ever weighed: unused places of a block may hold anything, even NaN.
  */
@@ -30,10 +30,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef LANES /* fp32 numbers in a vector */
 #ifdef __AVX512F__
 #define LANES 16
 #else
 #define LANES 8
+#endif
 #endif
 #define GROUP_ROWS 6
 #define MAX_SUMS 12 /* accumulators: with 2 operands and a broadcast they fit in 16 registers */
@@ -149,8 +151,8 @@ ALWAYS_INLINE vec exp_nonpositive(vec x)
 }
 
 /*
- * scores[row][0 .. vectors * LANES] = query[row] . keys. `rows` and `vectors` are constants wherever this is inlined, and
- * rows * vectors at most MAX_SUMS.
+ * scores[row][0 .. vectors * LANES] = query[row] . keys. `rows` and `vectors` are constants wherever this is inlined,
+ * and rows * vectors at most MAX_SUMS.
  */
 ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim,
                               const float *query,               /* [dim, rows] */
@@ -203,7 +205,8 @@ ALWAYS_INLINE void weigh_values(const int rows, const int vectors, int dim, int 
 }
 
 /* Turn the scores of one row into weights against the running maximum, and rescale what was summed before. */
-ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, int dim, float *max, float *sum, float *output)
+ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, int dim,
+                               float *max, float *sum, float *output)
 {
     for (int key = num_visible < 0 ? 0 : num_visible; key < num_scores; key++)
         scores[key] = -INFINITY;
@@ -227,9 +230,9 @@ ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, i
         *sum += sums[lane];
 }
 
-/* A group of rows against one tile of keys, which starts at `first_key` of the sequence. `rows` and `vectors` constant. */
-ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *shape, const int32_t *table, int first_key,
-                                int num_context,                            /* keys that the last row of the item sees */
+/* A group of rows against the tile of keys that starts at `first_key`; `rows` and `vectors` are constants. */
+ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *shape, const int32_t *table,
+                                int first_key, int num_context, /* of the tile; of the item, to prefetch within */
                                 const int *num_visible,                     /* [rows] keys of the tile each row sees */
                                 const element *keys, const element *values, /* at the KV head */
                                 const float *query,                         /* [dim, rows] */
@@ -330,16 +333,17 @@ static void attend_item(const Shape *shape, const Step *step, int item, int kv_h
         }
 
     for (int r = 0; r < num_rows; r++) {
-        element *target = output + ((int64_t)(first + r / sharing) * shape->num_heads + kv_head * sharing + r % sharing) * dim;
+        const int head = kv_head * sharing + r % sharing;
+        element *target = output + ((int64_t)(first + r / sharing) * shape->num_heads + head) * dim;
         const float inverse = 1.0f / sum[r];
         for (int i = 0; i < dim; i++)
             target[i] = narrow(sums[r * dim + i] * inverse);
     }
 }
 
-/* Causal attention of every token of the step to its own sequence; queries must be rotated, the KV of the step stored. */
+/* Causal attention of every token of the step to its own sequence, after `rope_and_store`. */
 void paged_attention(const Shape *shape, const Step *step, float scale,
-                     const element *qkv,                         /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
+                     const element *qkv, /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
                      const element *keys, const element *values, /* the cache of this layer */
                      element *output)                            /* [num_tokens, num_heads * head_dim] */
 {

@@ -1,0 +1,219 @@
+"""The executor as the scheduler drives it: batches in, finished rows out, state by request."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from blendserve.engines.native import dtype_bytes, resolve_dtype
+from blendserve.engines.native import executor as executor_module
+from blendserve.engines.native.executor import TorchExecutor
+from blendserve.errors import ConfigError, EngineError, ModelError
+from blendserve.request import Completion, Failure, RequestTable, SamplingParams
+from blendserve.scheduling.batch import Batch
+from blendserve.tokens import PromptTokens
+from tests.workload import COST_MODEL
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = [[5, 6, 7, 8, 9], [100, 101, 102], [5, 6, 7, 8, 200, 201, 202], [300]]
+
+
+@pytest.fixture(scope="module")
+def folder(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("executor") / "model")
+
+
+@pytest.fixture
+def executor(folder: Path) -> Iterator[TorchExecutor]:
+    executor = TorchExecutor(folder, None, cost_model=COST_MODEL, num_blocks=64, block_size=BLOCK_SIZE)
+    yield executor
+    executor.close()
+
+
+def table(
+    params: list[SamplingParams], prompts: list[list[int]] = PROMPTS, max_tokens: int = 12
+) -> RequestTable:
+    count = len(prompts)
+    return RequestTable(
+        tokens=PromptTokens.from_lists(prompts),
+        max_tokens=np.full(count, max_tokens, dtype=np.int32),
+        declared_tokens=np.zeros(count, dtype=np.int32),
+        params=params,
+        params_index=np.arange(count, dtype=np.int32) % len(params),
+        seeds=np.arange(count, dtype=np.uint64) + 77,
+    )
+
+
+class Driver:
+    """A scheduler that admits, advances and retracts what the test says."""
+
+    def __init__(self, executor: TorchExecutor, requests: RequestTable, num_slots: int = 4) -> None:
+        self.executor = executor
+        self.requests = requests
+        self.known = requests.prompt_tokens.copy()
+        self.computed = np.zeros(len(requests), dtype=np.int32)
+        self.slot_of: dict[int, int] = {}
+        self.tables = np.zeros((num_slots, 16), dtype=np.int32)
+        self.results: dict[int, Completion | Failure] = {}
+        executor.start(requests)
+
+    def admit(self, request: int, slot: int) -> None:
+        self.slot_of[request] = slot
+        self.computed[request] = 0
+        self.tables[slot] = slot * 16 + np.arange(16)[::-1]
+
+    def step(self, chunks: dict[int, int]) -> None:
+        """Compute up to so many tokens of each of these requests."""
+        requests = np.array(list(chunks), dtype=np.int32)
+        counts = np.minimum(list(chunks.values()), (self.known - self.computed)[requests]).astype(np.int32)
+        samples = self.computed[requests] + counts == self.known[requests]
+        batch = Batch(
+            slots=np.array([self.slot_of[request] for request in chunks], dtype=np.int32),
+            requests=requests,
+            num_computed=self.computed[requests],
+            num_tokens=counts,
+            samples=samples,
+            block_tables=self.tables,
+            num_prefill_tokens=0,
+            num_decode_tokens=0,
+            kv_tokens_read=0,
+            query_key_pairs=0,
+        )
+        result = self.executor.execute(batch)
+        assert result.duration_s > 0
+        assert result.finished.shape == samples.shape
+        self.computed[requests] += counts
+        self.known[requests] += samples
+        for request in requests[result.finished].tolist():
+            self.results[request] = self.executor.collect(request)
+            del self.slot_of[request]
+
+    def finish(self, chunk: int = 100) -> dict[int, Completion | Failure]:
+        while self.slot_of:
+            self.step(dict.fromkeys(self.slot_of, chunk))
+        return self.results
+
+
+def run_all(executor: TorchExecutor, requests: RequestTable, chunk: int = 100) -> list[Completion | Failure]:
+    driver = Driver(executor, requests, num_slots=len(requests))
+    for request in range(len(requests)):
+        driver.admit(request, request)
+    results = driver.finish(chunk)
+    return [results[request] for request in range(len(requests))]
+
+
+def token_ids(results: list[Completion | Failure]) -> list[list[int]]:
+    assert all(isinstance(result, Completion) for result in results)
+    return [result.token_ids for result in results if isinstance(result, Completion)]
+
+
+def test_greedy_tokens_are_those_of_transformers(executor: TorchExecutor, folder: Path) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        sequence = list(prompt)
+        for _ in range(12):
+            with torch.inference_mode():
+                sequence.append(int(reference(torch.tensor([sequence])).logits[0, -1].argmax()))
+        expected.append(sequence[len(prompt) :])
+    results = run_all(executor, table([GREEDY]))
+    assert token_ids(results) == expected
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert isinstance(result, Completion)
+        assert (result.num_prompt_tokens, result.finish_reason, result.text) == (len(prompt), "length", "")
+
+
+def test_a_step_may_sample_nothing(executor: TorchExecutor) -> None:
+    whole = run_all(executor, table([GREEDY]))
+    assert run_all(executor, table([GREEDY]), chunk=2) == whole
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=1.5), SamplingParams(top_k=20, logprobs=2)]
+)
+def test_a_retracted_request_goes_on_where_it_was(executor: TorchExecutor, params: SamplingParams) -> None:
+    expected = token_ids(run_all(executor, table([params])))
+    driver = Driver(executor, table([params]))
+    for request in (0, 1, 2):
+        driver.admit(request, request)
+    for _ in range(5):
+        driver.step({0: 100, 1: 100, 2: 100})
+    del driver.slot_of[1]
+    driver.admit(3, 1)  # in its slot, over its blocks
+    driver.step({0: 1, 2: 1, 3: 100})
+    driver.admit(1, 3)  # back in another, recomputing prompt and output in odd chunks
+    driver.step({0: 1, 1: 4, 2: 1, 3: 1})
+    driver.step({1: 3})
+    results = driver.finish()
+    assert token_ids([results[request] for request in range(4)]) == expected
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_company(executor: TorchExecutor) -> None:
+    params = SamplingParams(temperature=1.0)
+    together = token_ids(run_all(executor, table([params])))
+    assert together == token_ids(run_all(executor, table([params])))
+    reordered = table([params], PROMPTS[::-1])
+    reordered.seeds = reordered.seeds[::-1].copy()
+    assert token_ids(run_all(executor, reordered)) == together[::-1]
+    other = table([params])
+    other.seeds = other.seeds + np.uint64(1)
+    assert token_ids(run_all(executor, other)) != together
+
+
+def test_output_that_is_not_finite_fails_its_request_alone(executor: TorchExecutor) -> None:
+    healthy = run_all(executor, table([GREEDY]))
+    assert executor._loaded is not None
+    executor._loaded[0].embedding[PROMPTS[1][1]] = torch.nan
+    results = run_all(executor, table([GREEDY]))
+    assert isinstance(results[1], Failure)
+    assert (results[1].code, results[1].status_code) == ("internal_error", 500)
+    assert [results[i] for i in (0, 2, 3)] == [healthy[i] for i in (0, 2, 3)]
+    # The blocks it leaves hold NaN; whoever gets them next must not notice.
+    driver = Driver(executor, table([GREEDY]))
+    driver.admit(2, 1)
+    assert driver.finish()[2] == healthy[2]
+
+
+def test_the_model_length_ends_a_request(folder: Path) -> None:
+    executor = TorchExecutor(
+        folder, None, cost_model=COST_MODEL, num_blocks=64, block_size=4, max_model_len=10
+    )
+    [result] = run_all(executor, table([GREEDY], [[3, 4, 5, 6]], max_tokens=100))
+    assert isinstance(result, Completion)
+    assert (len(result.token_ids), result.finish_reason) == (6, "length")
+
+
+def test_the_cache_is_sized_in_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 tensors x 2 layers x 2 heads x 16 dimensions x 4 bytes = 512 bytes per token
+    executor = TorchExecutor(folder, None, cost_model=COST_MODEL, block_size=16, kv_cache_memory=100_000)
+    assert (executor.num_blocks, executor.max_model_len) == (12, 192)
+    assert TorchExecutor(
+        folder, None, cost_model=COST_MODEL, block_size=16, kv_cache_memory=100_000, dtype="bfloat16"
+    ).num_blocks == 24  # fmt: skip
+    with pytest.raises(ConfigError, match="kv-cache-memory"):
+        TorchExecutor(folder, None, cost_model=COST_MODEL, kv_cache_memory=100)
+    monkeypatch.setattr(executor_module, "DEFAULT_KV_BYTES", 1 << 20)
+    assert TorchExecutor(folder, None, cost_model=COST_MODEL, block_size=16).num_blocks == 128
+
+
+def test_a_closed_executor_says_so(executor: TorchExecutor) -> None:
+    driver = Driver(executor, table([GREEDY]))
+    driver.admit(0, 0)
+    executor.close()
+    with pytest.raises(EngineError, match="closed"):
+        driver.step({0: 1})
+
+
+def test_a_missing_model_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        TorchExecutor(tmp_path, None, cost_model=COST_MODEL)
+
+
+def test_dtypes() -> None:
+    assert dtype_bytes("float32") == 4
+    assert dtype_bytes("bfloat16") == 2
+    assert resolve_dtype("auto") in {"float32", "bfloat16"}
