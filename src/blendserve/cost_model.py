@@ -33,6 +33,16 @@ class Overlap:
     kind: Literal["sum", "max_plus_min", "p_norm"] = "sum"
     parameter: float = 0.0
 
+    def gradient(self, compute_s: float, memory_s: float) -> tuple[float, float]:
+        """Partial derivatives; f is homogeneous, so f = gradient · (compute, memory)."""
+        if self.kind == "sum":
+            return 1.0, 1.0
+        if self.kind == "max_plus_min":
+            return (1.0, self.parameter) if compute_s >= memory_s else (self.parameter, 1.0)
+        p = self.parameter
+        norm = (compute_s**p + memory_s**p) ** (1.0 / p)
+        return (compute_s / norm) ** (p - 1.0), (memory_s / norm) ** (p - 1.0)
+
     def __call__(self, compute_s: float, memory_s: float) -> float:
         """Seconds for the two together."""
         if self.kind == "sum":
@@ -197,6 +207,18 @@ class CostModel:
             self._step_attention_overhead_s + kv_tokens_read * self._kv_s_per_token if kv_tokens_read else 0.0
         )
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
+
+    def work_cost(
+        self, num_tokens: float, kv_tokens_read: float, query_key_pairs: float, *, steps: float, decode_steps: float
+    ) -> StepCost:
+        """Least time of so much work in so many steps: no padding, no floor, perfectly even steps."""
+        compute_s = (
+            steps * self._step_gemm_overhead_s
+            + num_tokens * self._gemm_s_per_token
+            + query_key_pairs * self._attention_s_per_pair
+        )
+        memory_s = decode_steps * self._step_attention_overhead_s + kv_tokens_read * self._kv_s_per_token
+        return StepCost(compute_s, memory_s, self.hardware.overlap(compute_s, memory_s))
 
     @cached_property
     def _gemm_s_per_token(self) -> float:

@@ -1,7 +1,7 @@
 """The paper's traces as distributions, mixtures of them by density and sharing, and traces read from files.
 
-No trace's text or lengths are shipped: each trace is a distribution with the published means, and prompts are random
-token ids that share exactly the prefixes the trace shares. Within a trace only its system prompt and, for MMLU, the
+No trace's requests are shipped: each trace is a distribution with the published means, and prompts are random token
+ids that share exactly the prefixes the trace shares. Within a trace only its system prompt and, for MMLU, the
 few-shot prefix of a subject are shared; turns of one conversation (WildChat's 19 %) are not modelled.
 Source: BlendServe §6.2, App. A.3.
 """
@@ -282,7 +282,7 @@ TRACES: dict[str, Trace] = {
         ),
         Trace(
             "sharegpt",
-            "quantiles of the lengths in NanoFlow's ShareGPT file, prompts below 8192 and outputs below 4096 tokens; "
+            "real quantiles of NanoFlow's ShareGPT file, prompts below 8192 and outputs below 4096 tokens; "
             "correlation fitted to the mean product of the two lengths",
             _SHAREGPT,
         ),
@@ -295,7 +295,7 @@ TRACES: dict[str, Trace] = {
         Trace(
             "openvid",
             "synthetic: lognormal with the published means 121 and 16,000, the latter the paper's normalisation of "
-            "43,726; spreads assumed; not rounded to whole frames",
+            "43,726; spreads assumed, which gives density 0.08 where the paper states 0.05; no whole frames",
             _Lognormal((121, 16_000), (0.294, 0.5), 0.0, max_prompt=400, max_output=MAX_TOKENS),
         ),
         Trace(
@@ -473,7 +473,7 @@ def _class_counts(
     for name, count, remedy in zip(
         names,
         counts,
-        ("ask for less sharing or more requests", "ask for a lower density", "ask for more sharing"),
+        ("ask for less sharing or more requests", "ask for a density nearer to 1", "ask for more sharing"),
         strict=True,
     ):
         if count < 0:

@@ -24,7 +24,8 @@ LAYERS = [
     {"models", "cost_model", "tokenizer"},
     {"planner"},
     {"scheduling"},
-    {"engines"},
+    {"engines", "workloads"},
+    {"simulator", "workloads"},
     {"jobs"},
     {"cli"},
 ]

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from blendserve.cost_model import CostModel
+from blendserve.cost_model import CostModel, StepCost
 from blendserve.request import RequestTable, Result, StepOutput, StepStats
 from blendserve.scheduling.batch import Batch
 from blendserve.scheduling.policies import Policy
@@ -23,6 +23,8 @@ class StepResult:
     finished: NDArray[np.bool_]
     """[num_rows] True where the row's sequence has generated its last token (or failed)"""
     duration_s: float
+    cost: StepCost | None = None
+    """modelled cost, if the executor has worked it out"""
 
 
 class Executor(Protocol):

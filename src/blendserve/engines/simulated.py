@@ -46,7 +46,7 @@ class SimulatedExecutor:
         finished = batch.samples & (known + 1 >= self._total[batch.requests])
         num_tokens = batch.num_prefill_tokens + batch.num_decode_tokens
         cost = self.cost_model.step_cost(num_tokens, batch.kv_tokens_read, batch.query_key_pairs)
-        return StepResult(finished, cost.step_s)
+        return StepResult(finished, cost.step_s, cost)
 
     def collect(self, request: int) -> Result:
         """A completion of the right length without text."""

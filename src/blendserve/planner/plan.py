@@ -76,6 +76,8 @@ class Plan:
     leaf_order: LeafOrder
     config: PlanConfig
     cost_model: CostModel
+    sampled_output_tokens: Ints | None = None
+    """[num_sampled] output lengths of `sampled` where they are known before the run, as after a warm-up"""
 
     @property
     def num_requests(self) -> int:
@@ -84,7 +86,16 @@ class Plan:
 
     def estimator(self) -> OutputLengthEstimator:
         """A fresh estimator for a run of this plan."""
-        return OutputLengthEstimator(self.tree, self.max_tokens, self.declared_tokens)
+        estimator = OutputLengthEstimator(self.tree, self.max_tokens, self.declared_tokens)
+        if self.sampled_output_tokens is not None:
+            for request, output_tokens in zip(self.sampled, self.sampled_output_tokens, strict=True):
+                estimator.finished(int(request), int(output_tokens))
+        return estimator
+
+    def warmed_up(self, sampled_output_tokens: Ints) -> Plan:
+        """This plan with the lengths of its sample known. Source: BlendServe §5.1."""
+        known = replace(self, sampled_output_tokens=sampled_output_tokens)
+        return known.reordered(known.estimator().estimate())
 
     def reordered(self, output_tokens_est: Floats) -> Plan:
         """This plan with other expected output lengths, sorted, split and merged anew."""
