@@ -209,7 +209,13 @@ class CostModel:
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
 
     def work_cost(
-        self, num_tokens: float, kv_tokens_read: float, query_key_pairs: float, *, steps: float, decode_steps: float
+        self,
+        num_tokens: float,
+        kv_tokens_read: float,
+        query_key_pairs: float,
+        *,
+        steps: float,
+        decode_steps: float,
     ) -> StepCost:
         """Least time of so much work in so many steps: no padding, no floor, perfectly even steps."""
         compute_s = (

@@ -1,5 +1,6 @@
 """Simulated runs of whole workloads: the product's planner, policies and scheduler on a virtual clock, and the bound
-that no schedule can beat."""
+that no schedule can beat.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def practical_optimum(
     - Σ Tc: every distinct prompt token and every output token but the last of each request is computed at least once,
       with attention to all tokens before it; n steps have n times the fixed cost.
     - Σ Tm: every decode reads the KV of all tokens before it; n steps that decode have n times the fixed cost.
-    - n: the longest output but one token, which come one per step; the tokens divided by a step's limit; and the private
-      KV of all decodes, added over steps, divided by the device's memory.
+    - n: the longest output but one token, which come one per step; the tokens divided by a step's limit; and the
+      private KV of all decodes, added over steps, divided by the device's memory.
 
     Differs from the paper: fixed costs per step and the limits of memory are in it, so it can nearly be reached.
     """
@@ -146,12 +147,12 @@ def plan_workload(
     output_tokens: Ints,
     cost_model: CostModel,
     lengths: Lengths,
-    config: PlanConfig = PlanConfig(),
+    config: PlanConfig | None = None,
 ) -> tuple[RequestTable, Plan]:
     """The plan of a workload, and its requests, with as much known about lengths as `lengths` says."""
     if lengths == "known":
         requests = replace(requests, declared_tokens=output_tokens)
-    plan = make_plan(requests, cost_model, config)
+    plan = make_plan(requests, cost_model, config or PlanConfig())
     if lengths == "sampled":
         plan = plan.warmed_up(output_tokens[plan.sampled])
     return requests, plan

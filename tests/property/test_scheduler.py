@@ -18,7 +18,14 @@ Written = dict[tuple[int, int], tuple[object, ...]]
 class ShadowedRun:
     """Runs a job on the scheduler and checks every step."""
 
-    def __init__(self, job: SmallJob, policy_name: str, estimate: float | None = None) -> None:
+    def __init__(
+        self,
+        job: SmallJob,
+        policy_name: str,
+        estimate: float | None = None,
+        *,
+        with_block_tables: bool = True,
+    ) -> None:
         self.job = job
         requests = request_table(job.prompts, job.max_tokens)
         plan = make_plan(requests, COST_MODEL)
@@ -31,7 +38,7 @@ class ShadowedRun:
             num_blocks=job.num_blocks,
             block_size=job.block_size,
             max_model_len=job.num_blocks * job.block_size,
-            with_block_tables=True,
+            with_block_tables=with_block_tables,
             cost_model=COST_MODEL,
         )
         self.executor = SimulatedExecutor(
@@ -152,3 +159,19 @@ def test_finished_prompts_stay_cached_only_under_lru(free_unused_prefixes: bool)
     counts = run.scheduler.block_counts()
     assert counts["free"] + counts["evictable"] == 30
     assert (counts["evictable"] == 0) == free_unused_prefixes
+
+
+@settings(deadline=None, max_examples=60)
+@given(small_jobs(), st.sampled_from(POLICIES))
+def test_counting_blocks_decides_like_linking_them(job: SmallJob, policy: str) -> None:
+    """Simulated and native runs differ in the executor alone."""
+    linked, counted = ShadowedRun(job, policy), ShadowedRun(job, policy, with_block_tables=False)
+    while linked.scheduler.num_unfinished:
+        batches = [run.scheduler.schedule() for run in (linked, counted)]
+        counted.scheduler.check_conservation()
+        for column in ("requests", "num_computed", "num_tokens", "samples"):
+            assert (getattr(batches[0], column) == getattr(batches[1], column)).all()
+        for run, batch in zip((linked, counted), batches, strict=True):
+            step = run.executor.execute(batch)
+            run.scheduler.update(batch, step.finished, step.duration_s)
+    assert counted.scheduler.num_unfinished == 0

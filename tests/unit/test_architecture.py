@@ -25,7 +25,7 @@ LAYERS = [
     {"planner"},
     {"scheduling"},
     {"engines", "workloads"},
-    {"simulator", "workloads"},
+    {"simulator", "workloads", "report"},
     {"jobs"},
     {"cli"},
 ]
@@ -37,6 +37,7 @@ ONLY_IN = {
     "transformers": ("tokenizer.py", "models.py"),
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
+    "plotly": ("report.py",),
     "rich": ("cli.py",),
     "typer": ("cli.py",),
 }

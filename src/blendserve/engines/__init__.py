@@ -89,7 +89,8 @@ class EngineConfig:
             return model.max_model_len
         if not 1 <= self.max_model_len <= model.max_model_len:
             raise ConfigError(
-                f"--max-model-len {self.max_model_len} is outside 1 .. {model.max_model_len}, the context of {model.name}"
+                f"--max-model-len {self.max_model_len} is outside 1 .. {model.max_model_len}, "
+                f"the context of {model.name}"
             )
         return self.max_model_len
 

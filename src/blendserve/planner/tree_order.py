@@ -7,7 +7,7 @@ prefix one after the other. Source: BlendServe §5.2, Alg. 1 and 2, App. A.2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,7 +18,7 @@ from blendserve.planner.prefix_tree import Ints, PrefixTree
 
 Floats = NDArray[np.float64]
 
-MAX_SPLIT_ROUNDS = 32
+MAX_SPLIT_ROUNDS = 8
 UNIT_SHARE = 1 / 64
 _TINY = 1e-30
 
@@ -110,6 +110,43 @@ def order_leaves(tree: PrefixTree, costs: LeafCosts, config: OrderConfig = Order
     )
 
 
+def depth_first(tree: PrefixTree) -> Ints:
+    """Requests in depth-first order, children of a node in the order in which the file first mentions them.
+
+    As a radix cache that is filled in file order visits them: a file without shared prefixes keeps its order.
+    """
+    by_leaf = tree.requests
+    # The least request below each node: over the leaves of inner nodes, level by level from below.
+    least = np.full(tree.num_nodes, np.iinfo(np.int32).max, dtype=np.int32)
+    np.minimum.at(least, tree.leaf_parent, by_leaf)
+    _least_below(tree.parent, least)
+    parent = np.concatenate((tree.parent[1:], tree.leaf_parent))
+    children, child_start = _children(tree, parent, np.concatenate((least[1:], by_leaf)))
+    nothing = np.zeros(tree.num_nodes)
+    leaf_nothing = np.zeros(tree.num_leaves)
+    no_unit = np.zeros(tree.num_nodes, dtype=np.bool_)
+    order = _walk(children, child_start, no_unit, ~no_unit, nothing, leaf_nothing, leaf_nothing)[0]
+    return np.asarray(tree.requests[order])
+
+
+@numba.njit(cache=True, nogil=True)
+def _least_below(parent, least):  # type: ignore[no-untyped-def]
+    for node in range(len(parent) - 1, 0, -1):  # children come after parents
+        least[parent[node]] = min(least[parent[node]], least[node])
+
+
+def _children(tree: PrefixTree, item_parent: Ints, *keys: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Children of every node sorted by `keys` (the last one first), as `_walk` wants them, and where each node's start.
+
+    Items are the inner nodes but the root, then the leaves.
+    """
+    by_parent = np.lexsort((*keys, item_parent))
+    num_inner = tree.num_nodes - 1
+    children = np.where(by_parent < num_inner, by_parent + 1, -1 - (by_parent - num_inner))
+    child_start = np.searchsorted(item_parent[by_parent], np.arange(tree.num_nodes + 1))
+    return children.astype(np.int32), child_start.astype(np.int32)
+
+
 class _Layers(NamedTuple):
     order: Ints
     """[num_leaves] leaves (ranks) in sorted order"""
@@ -139,15 +176,11 @@ def _sort_layers(tree: PrefixTree, costs: LeafCosts, split: NDArray[np.bool_]) -
     node_memory = tree.leaf_sums(memory * inside)
     node_density = node_compute / np.maximum(node_memory, _TINY)
 
-    # Items are the inner nodes but the root, then the leaves; children of a node are neighbours after the sort.
-    item_parent = np.concatenate((tree.parent[1:], parent))
-    item_density = np.concatenate((node_density[1:], density))
     item_first = np.concatenate((tree.first[1:], np.arange(tree.num_leaves, dtype=np.int32)))
-    by_parent = np.lexsort((item_first, -item_density, item_parent))
-    children = np.where(
-        by_parent < tree.num_nodes - 1, by_parent + 1, -1 - (by_parent - (tree.num_nodes - 1))
-    ).astype(np.int32)
-    child_start = np.searchsorted(item_parent[by_parent], np.arange(tree.num_nodes + 1)).astype(np.int32)
+    item_density = np.concatenate((node_density[1:], density))
+    children, child_start = _children(
+        tree, np.concatenate((tree.parent[1:], parent)), item_first, -item_density
+    )
 
     total_compute = float(compute.sum() + segment_compute.sum())
     total_memory = float(memory.sum())

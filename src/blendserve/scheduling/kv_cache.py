@@ -18,6 +18,7 @@ node in use, filled or not, and the private blocks. As long as `committed <= num
 whatever is not committed is free or on the LRU list.
 
 Chains and the free list are linked through one array, so that freeing a chain costs the same whatever its length.
+Without an executor that holds KV the links are left out (`next_block` is empty) and blocks are only counted.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ class Count(IntEnum):
     """blocks held by nodes on the LRU list"""
     LRU_HEAD = 5
     LRU_TAIL = 6
+    NUM_BLOCKS = 7
 
 
-FREE_HEAD, NUM_FREE, PINNED, PRIVATE, EVICTABLE, LRU_HEAD, LRU_TAIL = (int(c) for c in Count)
+FREE_HEAD, NUM_FREE, PINNED, PRIVATE, EVICTABLE, LRU_HEAD, LRU_TAIL, NUM_BLOCKS = (int(c) for c in Count)
 
 
 class KVState(NamedTuple):
     """The cache as columns. Nodes: inner tree nodes, then one leaf per request."""
 
     next_block: Ints
-    """[num_blocks] the next block of the same chain or of the free list"""
+    """[num_blocks] the next block of the same chain or of the free list; empty if blocks are only counted"""
     counts: NDArray[np.int64]
     """[len(Count)]"""
     leaf: Ints
@@ -117,18 +119,18 @@ def kv_view(arrays):  # type: ignore[no-untyped-def]
     )
 
 
-def make_kv_arrays(tree: PrefixTree, num_blocks: int) -> KVArrays:
-    """An empty cache for the block tree of a job."""
+def make_kv_arrays(tree: PrefixTree, num_blocks: int, *, with_links: bool) -> KVArrays:
+    """An empty cache for the block tree of a job; without links, blocks are only counted."""
     num_inner, num_leaves = tree.num_nodes, tree.num_leaves
     own = tree.length - tree.leaf_start
     leaf_node = np.arange(num_inner, num_inner + num_leaves, dtype=np.int32)
     leaf = np.zeros(num_leaves, dtype=np.int32)
     leaf[tree.requests] = np.where(own > 0, leaf_node, tree.leaf_parent)
     counts = np.zeros(len(Count), dtype=np.int64)
-    counts[NUM_FREE] = num_blocks
+    counts[NUM_FREE] = counts[NUM_BLOCKS] = num_blocks
     counts[LRU_HEAD] = counts[LRU_TAIL] = NONE
-    next_block = np.arange(1, num_blocks + 1, dtype=np.int32)
-    next_block[-1] = NONE
+    next_block = np.arange(1, (num_blocks if with_links else 0) + 1, dtype=np.int32)
+    next_block[-1:] = NONE
     arrays = KVArrays(next_block, counts, leaf, np.zeros((12, num_inner + num_leaves), dtype=np.int32))
     kv: KVState = kv_view.py_func(arrays)
     segment = tree.segment
@@ -169,20 +171,28 @@ def take_block(kv):  # type: ignore[no-untyped-def]
     """A free block, evicting the least recently used node if none is free; the caller has committed it before."""
     if kv.counts[NUM_FREE] == 0:
         _evict(kv)
+    kv.counts[NUM_FREE] -= 1
     block = kv.counts[FREE_HEAD]
     kv.counts[FREE_HEAD] = kv.next_block[block]
-    kv.counts[NUM_FREE] -= 1
     kv.next_block[block] = NONE
     return block
 
 
 @numba.njit(cache=True, nogil=True)
+def count_blocks_out(kv, num_blocks):  # type: ignore[no-untyped-def]
+    """`take_block` many times, for a cache that only counts."""
+    while kv.counts[NUM_FREE] < num_blocks:
+        _evict(kv)
+    kv.counts[NUM_FREE] -= num_blocks
+
+
+@numba.njit(cache=True, nogil=True)
 def free_chain(kv, head, tail, length):  # type: ignore[no-untyped-def]
     """Give a chain of blocks back."""
-    if length > 0:
+    if length > 0 and len(kv.next_block) > 0:
         kv.next_block[tail] = kv.counts[FREE_HEAD]
         kv.counts[FREE_HEAD] = head
-        kv.counts[NUM_FREE] += length
+    kv.counts[NUM_FREE] += length
 
 
 @numba.njit(cache=True, nogil=True)
@@ -287,13 +297,16 @@ def _trim(kv, node):  # type: ignore[no-untyped-def]
     if kv.filled[node] == 0:
         _empty_node(kv, node)
         return
+    kv.allocated[node] = kv.filled[node]
+    if len(kv.next_block) == 0:
+        kv.counts[NUM_FREE] += surplus
+        return
     last = kv.head[node]
     for _ in range(kv.filled[node] - 1):
         last = kv.next_block[last]
     free_chain(kv, kv.next_block[last], kv.tail[node], surplus)
     kv.next_block[last] = NONE
     kv.tail[node] = last
-    kv.allocated[node] = kv.filled[node]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -311,12 +324,14 @@ def extend_node(kv, node):  # type: ignore[no-untyped-def]
 
 def check_conservation(kv: KVState, private_heads: Ints, private_lengths: Ints) -> None:
     """Raise AssertionError unless every block is in exactly one place and all counters agree with the chains."""
-    num_blocks = len(kv.next_block)
-    seen = np.zeros(num_blocks, dtype=np.int32)
+    num_blocks = int(kv.counts[NUM_BLOCKS])
+    held = int(kv.allocated.sum() + private_lengths.sum())
+    assert kv.counts[NUM_FREE] + held == num_blocks, "blocks lost or counted twice"
+    seen = np.zeros(len(kv.next_block), dtype=np.int32)
 
     def walk(head: int, length: int, what: str) -> None:
         block = head
-        for _ in range(length):
+        for _ in range(length if len(seen) else 0):
             assert block >= 0, f"{what} is shorter than its count {length}"
             seen[block] += 1
             block = kv.next_block[block]

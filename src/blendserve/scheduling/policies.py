@@ -16,6 +16,7 @@ from blendserve.cost_model import memory_split
 from blendserve.errors import ConfigError
 from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
+from blendserve.planner.tree_order import depth_first
 
 Floats = NDArray[np.float64]
 
@@ -284,9 +285,9 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 def make_policy(name: PolicyName, plan: Plan, *, seed: int = 0) -> Policy:
     """A policy by name, fresh for one run.
 
-    `fcfs` keeps the file's order; `dfs` groups shared prefixes (lexicographic order of token ids, as a radix cache
-    visits them); `random` shuffles; `longest-first` sorts by expected output; `longest-first-dfs` keeps subtrees
-    together and takes those with long outputs first; `dual-scan` is the paper's.
+    `fcfs` keeps the file's order; `dfs` groups shared prefixes in the order of their first request; `random` shuffles;
+    `longest-first` sorts by expected output; `longest-first-dfs` keeps subtrees together and takes those with long
+    outputs first; `dual-scan` is the paper's.
 
     Raises:
         ConfigError: no policy of that name.
@@ -294,7 +295,7 @@ def make_policy(name: PolicyName, plan: Plan, *, seed: int = 0) -> Policy:
     if name == "dual-scan":
         return DualScan(plan)
     if name == "dfs":
-        order = plan.prompt_order.requests
+        order = depth_first(plan.tree)
     elif name == "fcfs":
         order = np.arange(plan.num_requests, dtype=np.int32)
     elif name == "random":
@@ -309,19 +310,16 @@ def make_policy(name: PolicyName, plan: Plan, *, seed: int = 0) -> Policy:
 
 
 def _longest_first_dfs(plan: Plan) -> Ints:
-    """Subtrees below the root by descending mean expected output; DFS order inside each."""
+    """Subtrees below the root by descending mean expected output; depth-first order inside each."""
     tree = plan.tree
-    tops = np.flatnonzero(tree.parent == 0)
     group = np.arange(tree.num_leaves)  # a leaf at the root is a group of its own
-    for_top = np.repeat(tree.first[tops], tree.end[tops] - tree.first[tops])
-    inside = (
-        np.concatenate([np.arange(tree.first[t], tree.end[t]) for t in tops])
-        if len(tops)
-        else np.empty(0, np.int64)
-    )
-    group[inside] = for_top
+    for top in np.flatnonzero(tree.parent == 0):
+        group[tree.first[top] : tree.end[top]] = tree.first[top]
     expected = plan.output_tokens_est[tree.requests]
     total = np.bincount(group, weights=expected, minlength=tree.num_leaves)
     count = np.maximum(np.bincount(group, minlength=tree.num_leaves), 1)
-    rank_order = np.lexsort((np.arange(tree.num_leaves), group, -(total / count)[group]))
-    return tree.requests[rank_order]
+    mean = np.empty(tree.num_leaves)
+    group_of = np.empty(tree.num_leaves, dtype=np.int64)
+    mean[tree.requests], group_of[tree.requests] = (total / count)[group], group
+    order = depth_first(tree)
+    return order[np.lexsort((np.arange(len(order)), group_of[order], -mean[order]))]

@@ -21,7 +21,16 @@ from blendserve.planner.prefix_tree import Ints, PrefixTree
 from blendserve.request import RequestTable
 from blendserve.scheduling import kv_cache
 from blendserve.scheduling.batch import Batch
-from blendserve.scheduling.kv_cache import NONE, NUM_FREE, PINNED, PRIVATE, Count, KVArrays, KVState
+from blendserve.scheduling.kv_cache import (
+    NONE,
+    NUM_BLOCKS,
+    NUM_FREE,
+    PINNED,
+    PRIVATE,
+    Count,
+    KVArrays,
+    KVState,
+)
 from blendserve.scheduling.policies import Policy
 
 BUCKET_STEPS = 16
@@ -171,7 +180,7 @@ class Scheduler:
         num_slots = min(config.max_num_seqs, max(len(requests), 1))
         max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
         horizon = int(requests.max_tokens.max(initial=1) * OVERRUN_FACTOR) // BUCKET_STEPS + 3
-        kv_arrays = kv_cache.make_kv_arrays(tree, num_blocks)
+        kv_arrays = kv_cache.make_kv_arrays(tree, num_blocks, with_links=with_block_tables)
         self._kv: KVState = kv_cache.kv_view.py_func(kv_arrays)
         self._arrays = _Arrays(
             kv=kv_arrays,
@@ -468,7 +477,7 @@ def _admit(  # type: ignore[no-untyped-def]
     limit = (prompt - 1) // block_size
     private = -(-num_tokens // block_size) - limit
     pinned = kv.counts[PINNED] + kv_cache.blocks_to_pin(kv, request)
-    num_blocks = len(kv.next_block)
+    num_blocks = kv.counts[NUM_BLOCKS]
     if pinned + kv.counts[PRIVATE] + private > num_blocks:
         return -1
     left = output_est - generated
@@ -552,7 +561,7 @@ def _decode_shortfall(arrays, num_running, block_size):  # type: ignore[no-untyp
         if seqs.num_computed[slot] == seqs.num_tokens[slot] - 1:
             needed = -(-seqs.num_tokens[slot] // block_size) - seqs.block_limit[slot]
             growth += max(needed - seqs.private_committed[slot], 0)
-    return max(kv.counts[PINNED] + kv.counts[PRIVATE] + growth - len(kv.next_block), 0)
+    return max(kv.counts[PINNED] + kv.counts[PRIVATE] + growth - kv.counts[NUM_BLOCKS], 0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -584,26 +593,36 @@ def _allocate(kv, seqs, block_tables, slot, first, end):  # type: ignore[no-unty
     """Get blocks number `first` to `end` of a sequence."""
     limit = seqs.block_limit[slot]
     level = seqs.level[slot]
-    for index in range(first, end):
-        if index < limit:
-            node = seqs.path[slot, level]
-            while index >= kv.start[node] + kv.size[node]:
-                level += 1
-                node = seqs.path[slot, level]
-            block = kv_cache.extend_node(kv, node)
+    index = first
+    while index < min(end, limit):
+        node = seqs.path[slot, level]
+        node_end = min(kv.start[node] + kv.size[node], end)
+        if len(kv.next_block) == 0 and node_end > index:
+            kv_cache.count_blocks_out(kv, node_end - index)
+            kv.allocated[node] += node_end - index
         else:
+            for i in range(index, node_end):
+                block_tables[slot, i] = kv_cache.extend_node(kv, node)
+        index = max(index, node_end)
+        level += 1
+    if index >= end:
+        return
+    if len(kv.next_block) == 0:
+        kv_cache.count_blocks_out(kv, end - index)
+    else:
+        for i in range(index, end):
             block = kv_cache.take_block(kv)
-            if seqs.private_length[slot] == 0:
+            if seqs.private_head[slot] < 0:
                 seqs.private_head[slot] = block
             else:
                 kv.next_block[seqs.private_tail[slot]] = block
             seqs.private_tail[slot] = block
-            seqs.private_length[slot] += 1
-            if seqs.private_length[slot] > seqs.private_committed[slot]:
-                seqs.private_committed[slot] += 1
-                kv.counts[PRIVATE] += 1
-        if block_tables.shape[1] > 0:
-            block_tables[slot, index] = block
+            block_tables[slot, i] = block
+    seqs.private_length[slot] += end - index
+    growth = seqs.private_length[slot] - seqs.private_committed[slot]
+    if growth > 0:
+        seqs.private_committed[slot] += growth
+        kv.counts[PRIVATE] += growth
 
 
 @numba.njit(cache=True, nogil=True)
