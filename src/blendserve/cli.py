@@ -10,16 +10,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import numpy as np
 import orjson
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from blendserve import __version__
 from blendserve.engines import AttentionBackend, Dtype, EngineConfig, EngineName, open_engine
 from blendserve.errors import BlendServeError, ConfigError
+from blendserve.experiments import (
+    FIGURES,
+    TITLES,
+    Case,
+    Row,
+    Setting,
+    read_lengths,
+    run_cases,
+    sections,
+    table,
+)
 from blendserve.jobs.setup import (
     DEFAULT_POLICY,
     InputConfig,
@@ -32,9 +51,12 @@ from blendserve.models import BUNDLED_MODEL
 from blendserve.planner.plan import PlanConfig
 from blendserve.planner.tree_order import OrderConfig
 from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
+from blendserve.simulator import LENGTHS, Lengths
+from blendserve.workloads import PAPER_MODELS, Workload
 
 if TYPE_CHECKING:
     from blendserve.jobs.job import JobProgress, JobSummary
+    from blendserve.report import Table as TextTable
 
 EXIT_OK, EXIT_SOME_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 PLAIN_PROGRESS_EVERY_S = 10.0
@@ -362,6 +384,113 @@ def plan(
         raise typer.Exit(EXIT_SOME_FAILED if job.prepared.errors else EXIT_OK)
 
 
+@app.command(name="simulate")
+def simulate_command(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[WORKLOAD|JOB.jsonl]",
+            help="trace1 … trace4; a point of the grid, grid-1.05-0.25 (density, sharing); a trace at a density and "
+            "sharing, sharegpt-1.4-0.35; or a batch file.",
+        ),
+    ] = None,
+    lengths_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--lengths",
+            metavar="FILE",
+            help="Real lengths instead: .csv with input_tokens, output_tokens; or .jsonl with hash_ids (Mooncake).",
+        ),
+    ] = None,
+    paper: Annotated[
+        str | None,
+        typer.Option(metavar="FIGURE,…", help=f"Figures of the paper instead: {', '.join(FIGURES)} or all."),
+    ] = None,
+    num_requests: Annotated[
+        int, typer.Option(min=1, help="Requests of a workload; conclusions need 200,000 or more.")
+    ] = 400_000,
+    policy: Annotated[
+        str, typer.Option(metavar="POLICY,…", help=f"Policies to compare, of {', '.join(POLICIES)}.")
+    ] = "dfs,random,dual-scan",
+    length_info: Annotated[
+        str,
+        typer.Option(
+            metavar="INFO,…",
+            help="What is known about output lengths at the start: known, sampled (those of the requests that run "
+            "first) or none.",
+        ),
+    ] = "sampled",
+    setting: Annotated[
+        str,
+        typer.Option(
+            metavar="SETTING,…",
+            help="How operators overlap: smooth (p-norm 2.3, 1024 tokens a step), kinked (max + 0.35 min, 2048) or "
+            "sequential.",
+        ),
+    ] = "smooth,sequential",
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(PAPER_MODELS)}.")] = "llama-3-8b",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="A100s that act as one device.")] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Replicas that the requests are divided over.")
+    ] = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for report.html and results.json."),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Workloads simulated at the same time.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the workloads, the samples and the random policy.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate whole workloads on a modelled A100 and compare policies with the bound that none can beat.
+
+    The scheduler and the policies are those of 'run'; only the device is modelled. All times are simulated.
+    """
+    with _reported_errors():
+        if sum((source is not None, lengths_file is not None, bool(paper))) != 1:
+            raise ConfigError("name one of: a workload or batch file, --lengths FILE, --paper FIGURE")
+        if model not in PAPER_MODELS:
+            raise ConfigError(f"no model {model!r}; choose one of {', '.join(PAPER_MODELS)}")
+        figures = _chosen("--paper", paper, (*FIGURES, "all")) if paper else []
+        policies: list[PolicyName] = _chosen("--policy", policy, POLICIES)
+        infos: list[Lengths] = _chosen("--length-info", length_info, LENGTHS)
+        settings: list[Setting] = _chosen("--setting", setting, SETTINGS)
+        workload = None
+        if lengths_file is not None:
+            workload = read_lengths(lengths_file, num_requests, seed)
+        elif source is not None and source.endswith(".jsonl"):
+            workload = _job_workload(source, num_requests)
+        if paper:
+            cases = {name: FIGURES[name] for name in FIGURES if name in figures or "all" in figures}
+        else:
+            name = workload.name if workload is not None else str(source)
+            cases = {
+                name: [
+                    Case(
+                        name,
+                        p,
+                        s,
+                        n,
+                        model,
+                        tensor_parallel_size,
+                        data_parallel_size,
+                        with_series=output is not None,
+                    )
+                    for n in infos
+                    for s in settings
+                    for p in policies
+                ]
+            }
+        rows = _run_experiments(cases, num_requests, workload, seed, processes)
+        for name, of_figure in rows.items():
+            _print_table(f"{TITLES.get(name, name)} (simulated, {num_requests:,} requests)", table(of_figure))
+        if output is not None:
+            _write_report(output, rows, num_requests)
+        if as_json:
+            _print_json({"simulated": [row for of_figure in rows.values() for row in of_figure]})
+
+
 def main() -> None:
     """Entry point of the `blendserve` command."""
     app()
@@ -411,6 +540,15 @@ def _job_config(
     seed: int,
 ) -> JobConfig:
     return JobConfig(source, engine, plan_config, policy, plan_file, seed)
+
+
+def _chosen(flag: str, text: str, allowed: tuple[Any, ...]) -> list[Any]:
+    """The values of a comma-separated option."""
+    values = [value.strip() for value in text.split(",") if value.strip()]
+    unknown = [value for value in values if value not in allowed]
+    if unknown or not values:
+        raise ConfigError(f"{flag}: no {', '.join(unknown) or 'value'}; choose of {', '.join(allowed)}")
+    return values
 
 
 def parse_bytes(text: str) -> int:
@@ -597,6 +735,65 @@ def _simulated_cost(job: PlannedJob, policy_name: PolicyName) -> dict[str, Any]:
     }
 
 
+def _run_experiments(
+    cases: dict[str, list[Case]], num_requests: int, workload: Workload | None, seed: int, processes: int
+) -> dict[str, list[Row]]:
+    """Every case once, whatever figures it belongs to."""
+    together = list(dict.fromkeys(case for of_figure in cases.values() for case in of_figure))
+    with Progress(
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=len(together))
+        done = run_cases(
+            together,
+            num_requests,
+            workload=workload,
+            seed=seed,
+            processes=processes,
+            on_done=lambda _row: bar.advance(task),
+        )
+    by_case = dict(zip(together, done, strict=True))
+    return {name: [by_case[case] for case in of_figure] for name, of_figure in cases.items()}
+
+
+def _job_workload(source: str, limit: int) -> Workload:
+    """A batch file as a workload; its output lengths are the planner's first estimates."""
+    job = _plan(
+        JobConfig(InputConfig(source, limit=limit, any_model=True), EngineConfig(engine="simulated")),
+        done=set(),
+    )
+    _print_errors(job)
+    num_requests = job.plan.num_requests
+    if num_requests == 0:
+        raise ConfigError(f"{source} has no line that could run")
+    output_tokens = job.plan.output_tokens_est.round().astype("int32")
+    return Workload(
+        source, job.prepared.requests, output_tokens, np.zeros(num_requests, dtype=np.int8), ("job",)
+    )
+
+
+def _write_report(folder: Path, rows: dict[str, list[Row]], num_requests: int) -> None:
+    from blendserve.report import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    provenance = [
+        f"blendserve {__version__}, {num_requests:,} requests per workload",
+        "device: A100-80GB modelled after Table 1 of the paper; several devices: rates and memory added up",
+    ]
+    (folder / "report.html").write_text(page("BlendServe, simulated", provenance, sections(rows)))
+    without_series = {
+        name: [{key: value for key, value in row.items() if key != "series"} for row in of_figure]
+        for name, of_figure in rows.items()
+    }
+    (folder / "results.json").write_bytes(orjson.dumps(without_series, option=orjson.OPT_INDENT_2))
+    console.print(f"report   {folder / 'report.html'} and results.json")
+
+
 # -- printing --------------------------------------------------------------------------------------------------------
 
 
@@ -631,6 +828,15 @@ def _print_plan(job: PlannedJob) -> None:
         f"expect   at least {summary.optimum_s:.1f} s ({bound}); {summary.num_sampled} requests run first to learn "
         f"output lengths, {summary.num_split} split off"
     )
+
+
+def _print_table(title: str, shown: TextTable) -> None:
+    text = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in shown.headings:
+        text.add_column(heading, no_wrap=True)
+    for cells in shown.rows:
+        text.add_row(*cells)
+    console.print(text)
 
 
 def _groups(job: PlannedJob, at_each_end: int = 4) -> list[dict[str, Any]]:

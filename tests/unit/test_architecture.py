@@ -25,7 +25,9 @@ LAYERS = [
     {"planner"},
     {"scheduling"},
     {"engines", "workloads"},
-    {"simulator", "workloads", "report"},
+    {"simulator", "workloads"},
+    {"report"},
+    {"experiments"},
     {"jobs"},
     {"cli"},
 ]

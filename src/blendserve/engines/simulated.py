@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from blendserve.cost_model import CostModel
@@ -18,25 +20,35 @@ class SimulatedExecutor:
         cost_model: model and device; the device's profile gives block size, memory and step costs.
         output_tokens: [num_requests] length at which each request ends; None: its declared length, else `max_tokens`.
         kv_cache_tokens: memory for KV in tokens; None: the profile's.
+        stage: both, or one stage of disaggregated serving: `prefill` ends every request with its first token; for
+            `decode` prompts arrive computed, their transfer free.
     """
 
     name = "simulated"
     holds_kv = False
 
     def __init__(
-        self, cost_model: CostModel, *, output_tokens: Ints | None = None, kv_cache_tokens: int | None = None
+        self,
+        cost_model: CostModel,
+        *,
+        output_tokens: Ints | None = None,
+        kv_cache_tokens: int | None = None,
+        stage: Literal["both", "prefill", "decode"] = "both",
     ) -> None:
         self.cost_model = cost_model
         self.block_size = cost_model.hardware.block_size
         self.num_blocks = (kv_cache_tokens or cost_model.kv_capacity_tokens) // self.block_size
         self.max_model_len = cost_model.model.max_model_len
         self._given = output_tokens
+        self._stage = stage
 
     def start(self, requests: RequestTable) -> None:
         """Begin with nothing generated."""
         declared = np.where(requests.declared_tokens > 0, requests.declared_tokens, requests.max_tokens)
         wanted = declared if self._given is None else self._given
         self._prompt_tokens = requests.prompt_tokens
+        if self._stage == "prefill":
+            wanted = np.ones_like(wanted)
         self._total = requests.prompt_tokens + np.clip(wanted, 1, requests.max_tokens).astype(np.int32)
         self._max_tokens = requests.max_tokens
 
@@ -44,8 +56,11 @@ class SimulatedExecutor:
         """Let the virtual clock run for one step."""
         known = batch.num_computed + batch.num_tokens
         finished = batch.samples & (known + 1 >= self._total[batch.requests])
-        num_tokens = batch.num_prefill_tokens + batch.num_decode_tokens
-        cost = self.cost_model.step_cost(num_tokens, batch.kv_tokens_read, batch.query_key_pairs)
+        if self._stage == "decode":
+            cost = self.cost_model.step_cost(batch.num_decode_tokens, batch.kv_tokens_read)
+        else:
+            num_tokens = batch.num_prefill_tokens + batch.num_decode_tokens
+            cost = self.cost_model.step_cost(num_tokens, batch.kv_tokens_read, batch.query_key_pairs)
         return StepResult(finished, cost.step_s, cost)
 
     def collect(self, request: int) -> Result:

@@ -234,11 +234,8 @@ class DualScan(Policy):
     def _try_admit(self, control: Control, request: int) -> bool:
         admitted = super()._try_admit(control, request)
         if admitted and self._charge[request] == 0:
-            # Sampled and retracted requests belong to the side of the scan on which they lie.
-            self._charge_to(
-                request,
-                left=bool(self._position[request] < self._left + self._right - self._position[request]),
-            )
+            # Sampled and retracted requests belong to the pointer they lie nearer to.
+            self._charge_to(request, left=bool(2 * self._position[request] < self._left + self._right))
         return admitted
 
     def _charge_to(self, request: int, *, left: bool) -> None:

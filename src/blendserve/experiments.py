@@ -1,0 +1,461 @@
+"""The paper's evaluation, simulated: which workloads, devices and policies each figure compares.
+
+Figures are numbered as in `docs/paper.md`, which says what of the paper each one answers to. All of them are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from blendserve.cost_model import CostModel, HardwareSpec, Overlap
+from blendserve.engines.batching import BatchingEngine
+from blendserve.engines.simulated import SimulatedExecutor
+from blendserve.models import ModelSpec
+from blendserve.planner.partition import partition
+from blendserve.planner.plan import Plan
+from blendserve.report import Section, Table
+from blendserve.request import RequestTable
+from blendserve.scheduling.policies import PolicyName, make_policy
+from blendserve.scheduling.scheduler import SchedulerConfig
+from blendserve.simulator import Lengths, Series, SimulationReport, plan_workload, simulate
+from blendserve.workloads import (
+    GRID,
+    HIGH_VARIANCE,
+    PAPER_MODELS,
+    PAPER_TRACES,
+    Workload,
+    from_block_hashes,
+    from_lengths_csv,
+    named_workload,
+)
+
+Setting = Literal["smooth", "kinked", "sequential"]
+"""How operators overlap: smooth is the p-norm 2.3 with 1024 tokens a step, kinked `max + 0.35 min` with 2048;
+sequential runs them one after the other, with 1024 tokens a step"""
+
+SETTINGS: tuple[Setting, ...] = get_args(Setting)
+
+DEVICE_MEMORY_BYTES = 76e9
+"""of 80 GB, what weights and KV cache may share"""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulated run."""
+
+    workload: str
+    policy: PolicyName
+    setting: Setting = "smooth"
+    lengths: Lengths = "sampled"
+    model: str = "llama-3-8b"
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    prefill_replicas: int = 0
+    """disaggregated serving with so many replicas for prefill …"""
+    decode_replicas: int = 0
+    """… and so many for decode; both 0: not disaggregated"""
+    with_series: bool = False
+
+    @property
+    def system(self) -> str:
+        """What the paper calls this combination."""
+        if self.prefill_replicas:
+            return f"DistServe {self.prefill_replicas}P{self.decode_replicas}D"
+        if self.setting == "sequential":
+            return f"sequential {self.policy}"
+        return self.policy
+
+
+def paper_hardware(model: ModelSpec, setting: Setting, tensor_parallel_size: int = 1) -> HardwareSpec:
+    """`tensor_parallel_size` A100s as one device: rates and memory added up, communication left out."""
+    base = HardwareSpec.load("a100-80g-paper")
+    overlap, budget = {
+        "smooth": (base.overlap, base.max_num_batched_tokens),
+        "kinked": (Overlap("max_plus_min", 0.35), 2048),
+        "sequential": (Overlap("sum"), base.max_num_batched_tokens),
+    }[setting]
+    memory = tensor_parallel_size * DEVICE_MEMORY_BYTES - model.params * model.bytes_per_weight
+    return replace(
+        base,
+        flops=base.flops * tensor_parallel_size,
+        bandwidth=base.bandwidth * tensor_parallel_size,
+        kv_cache_bytes=base.kv_cache_bytes
+        if model.name == "llama-3-8b" and tensor_parallel_size == 1
+        else memory,
+        overlap=overlap,
+        max_num_batched_tokens=budget,
+    )
+
+
+def _throughput(workloads: tuple[str, ...], **common: Any) -> list[Case]:
+    """What the end-to-end figures compare: sequential and overlapped dfs, random order, the dual scan."""
+    cases = []
+    for workload in workloads:
+        cases += [
+            Case(workload, "dfs", setting="sequential", **common),
+            Case(workload, "dfs", **common),
+            Case(workload, "random", **common),
+            Case(workload, "dual-scan", **common),
+        ]
+    return cases
+
+
+def _figures() -> dict[str, list[Case]]:
+    four = tuple(PAPER_TRACES)
+    grid = [f"grid-{density:g}-{sharing:g}" for density, sharing in GRID]
+    disaggregated = [
+        Case(w, "dfs", prefill_replicas=x, decode_replicas=y)
+        for w in four
+        for x, y in ((1, 1), (1, 2), (2, 1))
+    ]
+    others = ("qwen-2.5-7b", "llama-2-7b")
+    large = ("llama-3-70b", "qwen-2.5-72b", "deepseek-67b")
+    overlapped: tuple[PolicyName, ...] = ("dfs", "dual-scan")
+    return {
+        "fig7": [*_throughput(four), *disaggregated],
+        "fig8": _throughput(four, model="llama-3-70b", tensor_parallel_size=8),
+        "fig9": [Case(w, p) for w in four for p in ("dfs", "random", "fcfs", "longest-first-dfs", "dual-scan")],
+        "fig10": [Case("trace1", policy, with_series=True) for policy in ("dfs", "random", "dual-scan")],
+        "fig11": [Case(w, p) for w in grid for p in overlapped],
+        "table3": [Case(w, "dual-scan", data_parallel_size=n) for w in four for n in (1, 2, 4, 8)],
+        "fig12": [Case(w, p, model=m) for m in others for w in four for p in overlapped],
+        "fig13": [
+            Case(w, p, model=m, tensor_parallel_size=8) for m in large for w in four for p in overlapped
+        ],
+        "fig14": [Case(w, p) for w in HIGH_VARIANCE for p in overlapped],
+        "fig15": [
+            Case(w, p, setting=setting, lengths=lengths)
+            for setting in ("smooth", "kinked")
+            for w in four
+            for lengths in ("known", "sampled", "none")
+            for p in overlapped
+        ],
+    }  # fmt: skip
+
+
+FIGURES: dict[str, list[Case]] = _figures()
+
+
+def run_cases(
+    cases: list[Case],
+    num_requests: int,
+    *,
+    workload: Workload | None = None,
+    seed: int = 0,
+    processes: int = 1,
+    on_done: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Simulate cases, each once; rows in the order of `cases`.
+
+    Args:
+        cases: what to run.
+        num_requests: size of the workloads that the cases name.
+        workload: run this one instead of those, in this process.
+        seed: of workloads and policies.
+        processes: workloads simulated at the same time.
+        on_done: called with every row as soon as it is there.
+
+    Returns:
+        Flat fields of the case and of its `SimulationReport`; the series only where asked for.
+    """
+    distinct = list(dict.fromkeys(cases))
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in distinct:
+        groups.setdefault((case.workload, case.model), []).append(case)
+    rows: dict[Case, Row] = {}
+
+    def keep(done: list[tuple[Case, Row]]) -> None:
+        for case, row in done:
+            rows[case] = row
+            if on_done is not None:
+                on_done(row)
+
+    if processes == 1 or workload is not None:
+        for group in groups.values():
+            for pair in _run_group(group, num_requests, seed, workload):
+                keep([pair])
+    else:
+        with ProcessPoolExecutor(processes) as pool:
+            futures = [pool.submit(_run_group_list, group, num_requests, seed) for group in groups.values()]
+            for future in as_completed(futures):
+                keep(future.result())
+    return [rows[case] for case in cases]
+
+
+def _run_group_list(cases: list[Case], num_requests: int, seed: int) -> list[tuple[Case, Row]]:
+    return list(_run_group(cases, num_requests, seed))
+
+
+def _run_group(
+    cases: list[Case], num_requests: int, seed: int, workload: Workload | None = None
+) -> Iterator[tuple[Case, Row]]:
+    """Cases of one workload and model; the workload is made once, a plan once per device and knowledge of lengths."""
+    first = cases[0]
+    model = PAPER_MODELS[first.model]
+    peak = CostModel(model, paper_hardware(model, "smooth", first.tensor_parallel_size))
+    if workload is None:
+        workload = named_workload(first.workload, num_requests, seed, peak)
+
+    @cache
+    def planned(setting: Setting, lengths: Lengths, devices: int) -> tuple[RequestTable, Plan]:
+        hardware = paper_hardware(model, setting, devices)
+        return plan_workload(workload.requests, workload.output_tokens, CostModel(model, hardware), lengths)
+
+    for case in cases:
+        requests, plan = planned(case.setting, case.lengths, case.tensor_parallel_size)
+        if case.prefill_replicas:
+            row = _disaggregated(case, workload, plan, seed)
+        elif case.data_parallel_size > 1:
+            row = _data_parallel(case, workload, plan, seed)
+        else:
+            report = simulate(
+                case.workload,
+                requests,
+                workload.output_tokens,
+                plan,
+                case.policy,
+                plan.cost_model,
+                lengths=case.lengths,
+                seed=seed,
+                with_series=case.with_series,
+            )
+            row = asdict(report)
+            row["per_device_tokens_per_s"] = report.tokens_per_s / case.tensor_parallel_size
+        yield case, {**asdict(case), "system": case.system, **row}
+
+
+def read_lengths(path: Path, limit: int, seed: int) -> Workload:
+    """The requests of a file: `.csv` with lengths, `.jsonl` with block hashes.
+
+    Raises:
+        ConfigError: the file or a row of it is unusable.
+    """
+    if path.suffix == ".jsonl":
+        return from_block_hashes(path, limit=limit)
+    return from_lengths_csv(path, seed=seed, limit=limit)
+
+
+def _subset(requests: RequestTable, chosen: Any) -> RequestTable:
+    return RequestTable(
+        tokens=requests.tokens.take(chosen),
+        max_tokens=requests.max_tokens[chosen],
+        declared_tokens=requests.declared_tokens[chosen],
+        params=requests.params,
+        params_index=requests.params_index[chosen],
+        seeds=requests.seeds[chosen],
+    )
+
+
+def _data_parallel(case: Case, workload: Workload, plan: Plan, seed: int) -> Row:
+    """Every replica simulated on its own part; the job ends with the slowest."""
+    parts = partition(plan, case.data_parallel_size)
+    reports: list[SimulationReport] = []
+    for rank in range(case.data_parallel_size):
+        chosen = parts.requests_of(rank)
+        output_tokens = workload.output_tokens[chosen]
+        requests, part_plan = plan_workload(
+            _subset(workload.requests, chosen), output_tokens, plan.cost_model, case.lengths
+        )
+        reports.append(
+            simulate(
+                case.workload,
+                requests,
+                output_tokens,
+                part_plan,
+                case.policy,
+                plan.cost_model,
+                lengths=case.lengths,
+                seed=seed,
+            )
+        )
+    slowest = max(reports, key=lambda report: report.makespan_s)
+    num_tokens = sum(report.num_tokens for report in reports)
+    return {
+        **asdict(slowest),
+        "num_requests": workload.num_requests,
+        "num_tokens": num_tokens,
+        "tokens_per_s": num_tokens / slowest.makespan_s,
+        "per_device_tokens_per_s": num_tokens / slowest.makespan_s / case.data_parallel_size,
+        "lost_tokens": parts.lost_tokens,
+        "makespans_s": [report.makespan_s for report in reports],
+    }
+
+
+def _disaggregated(case: Case, workload: Workload, plan: Plan, seed: int) -> Row:
+    """Prefill and decode on devices of their own, each with an equal slice of the requests; transfers are free.
+
+    The two stages run at the same time; the job ends with the slower one.
+    """
+    times: dict[str, float] = {}
+    for stage, replicas in (("prefill", case.prefill_replicas), ("decode", case.decode_replicas)):
+        chosen = np.arange(0, workload.num_requests, replicas, dtype=np.int32)
+        output_tokens = workload.output_tokens[chosen]
+        requests, part_plan = plan_workload(
+            _subset(workload.requests, chosen), output_tokens, plan.cost_model, case.lengths
+        )
+        executor = SimulatedExecutor(plan.cost_model, output_tokens=output_tokens, stage=stage)  # type: ignore[arg-type]
+        hardware = plan.cost_model.hardware
+        config = SchedulerConfig(hardware.max_num_seqs, hardware.max_num_batched_tokens)
+        policy = make_policy(case.policy, part_plan, seed=seed)
+        times[stage] = sum(
+            step.stats.duration_s for step in BatchingEngine(executor, config).run(requests, policy)
+        )
+    makespan_s = max(times.values())
+    devices = case.prefill_replicas + case.decode_replicas
+    num_tokens = workload.requests.tokens.num_tokens + int(workload.output_tokens.sum(dtype=np.int64))
+    return {
+        "workload": case.workload,
+        "lengths": case.lengths,
+        "overlap": "disaggregated",
+        "num_requests": workload.num_requests,
+        "num_tokens": num_tokens,
+        "makespan_s": makespan_s,
+        "tokens_per_s": num_tokens / makespan_s,
+        "per_device_tokens_per_s": num_tokens / makespan_s / devices,
+        "prefill_s": times["prefill"],
+        "decode_s": times["decode"],
+    }
+
+
+# -- showing them ----------------------------------------------------------------------------------------------------
+
+TITLES = {
+    "fig7": "Throughput by system, Llama-3-8B on one A100",
+    "fig8": "Throughput by system, Llama-3-70B on eight A100s",
+    "fig9": "Sharing kept by policy",
+    "fig10": "Compute and memory over the run, Trace#1",
+    "fig11": "65 workloads: dual-scan over dfs, both overlapped",
+    "table3": "Data parallel scaling of dual-scan",
+    "fig12": "Other models on one A100",
+    "fig13": "Other models on eight A100s",
+    "fig14": "Workloads with high output variance",
+    "fig15": "What is known about lengths, and how operators overlap",
+}
+
+
+def table(rows: list[Row]) -> Table:
+    """Every run of a figure, with its gain over overlapped dfs where that was run too."""
+    headings = [
+        "workload",
+        "model",
+        "system",
+        "lengths",
+        "overlap",
+        "tokens/s",
+        "of optimum",
+        "over dfs",
+        "sharing kept",
+    ]
+    cells = []
+    for row in rows:
+        base = _baseline(rows, row)
+        ratio, kept = row.get("optimum_ratio"), row.get("sharing_kept_ratio")
+        replicas = row["data_parallel_size"]
+        cells.append(
+            [
+                row["workload"],
+                row["model"],
+                row["system"] + (f" × {replicas}" if replicas > 1 else ""),
+                row["lengths"],
+                row["overlap"],
+                f"{row['tokens_per_s']:,.0f}",
+                f"{ratio:.1%}" if ratio is not None and replicas == 1 else "–",
+                f"{row['per_device_tokens_per_s'] / base:.3f}" if base else "–",
+                f"{kept:.1%}" if kept is not None else "–",
+            ]
+        )
+    return Table(headings, cells)
+
+
+def _baseline(rows: list[Row], row: Row) -> float | None:
+    """Tokens/s per device of overlapped dfs on the same workload, model and lengths."""
+    setting = "smooth" if row["setting"] == "sequential" else row["setting"]
+    for other in rows:
+        same = all(other[key] == row[key] for key in ("workload", "model", "lengths", "tensor_parallel_size"))
+        if (
+            same
+            and other["system"] == "dfs"
+            and other["setting"] == setting
+            and other["data_parallel_size"] == 1
+        ):
+            return float(other["per_device_tokens_per_s"])
+    return None
+
+
+def sections(rows: dict[str, list[Row]]) -> list[Section]:
+    """The figures as parts of a report."""
+    from blendserve import report
+
+    found = []
+    for name, of_figure in rows.items():
+        title = TITLES.get(name, name)
+        reports = [
+            report_of(row) for row in of_figure if "optimum_ratio" in row and row["data_parallel_size"] == 1
+        ]
+        figures: list[Any] = []
+        if name == "fig11":
+            figures = [_gain_map(of_figure)]
+        elif name == "table3":
+            figures = [_scaling(of_figure)]
+        elif name == "fig9":
+            figures = [report.sharing_bars(reports, title)]
+        elif name in {"fig12", "fig13"}:
+            for model in dict.fromkeys(row["model"] for row in of_figure):
+                chosen = [report_of(row) for row in of_figure if row["model"] == model]
+                figures.append(report.throughput_bars(chosen, model))
+        elif name == "fig10":
+            figures = [report.over_time(one) for one in reports]
+        else:
+            figures = [
+                report.throughput_bars(reports, title),
+                report.loss_bars(reports, "Where the time went"),
+            ]
+        found.append(Section(f"{name}: {title}", "", figures, table(of_figure)))
+    return found
+
+
+def report_of(row: Row) -> SimulationReport:
+    """The report that a row was made of."""
+    known = {field.name: row[field.name] for field in fields(SimulationReport)}
+    if known["series"] is not None:
+        known["series"] = Series(**known["series"])
+    return SimulationReport(**known)
+
+
+def gains(rows: list[Row]) -> dict[str, float]:
+    """Throughput of dual-scan over overlapped dfs, by workload."""
+    return {
+        row["workload"]: row["per_device_tokens_per_s"] / base
+        for row in rows
+        if row["system"] == "dual-scan" and (base := _baseline(rows, row))
+    }
+
+
+def _gain_map(rows: list[Row]) -> Any:
+    from blendserve import report
+
+    gain = gains(rows)
+    densities = sorted({density for density, _ in GRID})
+    sharings = sorted({sharing for _, sharing in GRID})
+    values = [[gain.get(f"grid-{d:g}-{s:g}", float("nan")) for d in densities] for s in sharings]
+    return report.heat_map(
+        values, densities, sharings, title=TITLES["fig11"], x_title="density ρ", y_title="sharing ratio s"
+    )
+
+
+def _scaling(rows: list[Row]) -> Any:
+    from blendserve import report
+
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        series.setdefault(row["workload"], []).append((row["data_parallel_size"], row["tokens_per_s"]))
+    return report.scaling_lines(series, TITLES["table3"], "replicas", "tokens/s")
