@@ -30,6 +30,7 @@ from blendserve.engines import AttentionBackend, Dtype, EngineConfig, EngineName
 from blendserve.errors import BlendServeError, ConfigError
 from blendserve.experiments import (
     FIGURES,
+    SETTINGS,
     TITLES,
     Case,
     Row,
