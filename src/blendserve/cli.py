@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -73,7 +74,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(
+    stderr=True,
+    highlight=False,
+    soft_wrap=True,
+    # A log file has no width; tables must not be cut to that of an old terminal.
+    width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else 160,
+)
 
 
 _MODEL, _ENGINE, _PLANNER = "Model and input", "Engine", "Planning"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.planner.plan import make_plan
 from blendserve.scheduling.batch import Batch
-from blendserve.scheduling.policies import POLICIES, make_policy
+from blendserve.scheduling.policies import POLICIES, Control, OrderedPolicy, make_policy
 from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.workload import COST_MODEL, SmallJob, request_table, small_jobs
 
@@ -175,3 +175,39 @@ def test_counting_blocks_decides_like_linking_them(job: SmallJob, policy: str) -
             step = run.executor.execute(batch)
             run.scheduler.update(batch, step.finished, step.duration_s)
     assert counted.scheduler.num_unfinished == 0
+
+
+class AdmitsAll(OrderedPolicy):
+    """Admits whatever fits, however much is waiting for its prefill already."""
+
+    def _wants_prefill(self, control: Control) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("num_blocks", range(12, 30))
+def test_admissions_leave_room_for_the_decodes_of_the_same_step(num_blocks: int) -> None:
+    """A request once took the block that a running sequence needed for its next token in that very step.
+
+    It takes sequences that wait for their prefill for longer than they were expected to live: the memory projection
+    has forgotten them, and admission fills the device to the last block.
+    """
+    requests = request_table([[i] * (3 + i % 9) for i in range(40)], 30)
+    plan = make_plan(requests, COST_MODEL).reordered(np.full(40, 1.0))
+    output_tokens = np.array([1 + (7 * i) % 30 for i in range(40)], dtype=np.int32)
+    scheduler = Scheduler(
+        requests,
+        AdmitsAll(plan, np.arange(40, dtype=np.int32), "all"),
+        SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=8),
+        num_blocks=num_blocks,
+        block_size=4,
+        max_model_len=num_blocks * 4,
+        with_block_tables=False,
+        cost_model=COST_MODEL,
+    )
+    executor = SimulatedExecutor(COST_MODEL, output_tokens=output_tokens)
+    executor.start(requests)
+    while scheduler.num_unfinished:
+        batch = scheduler.schedule()
+        scheduler.check_conservation()
+        step = executor.execute(batch)
+        scheduler.update(batch, step.finished, step.duration_s)

@@ -346,7 +346,7 @@ def check_conservation(kv: KVState, private_heads: Ints, private_lengths: Ints) 
     in_use = kv.refs > 0
     assert kv.counts[PINNED] == kv.size[in_use].sum(), "pinned blocks miscounted"
     assert kv.counts[EVICTABLE] == kv.allocated[~in_use].sum(), "evictable blocks miscounted"
-    assert kv.counts[PRIVATE] >= private_lengths.sum(), "private blocks not committed"
+    assert kv.counts[PRIVATE] >= private_lengths.sum(), "private blocks held but not committed"
     assert kv.counts[PINNED] + kv.counts[PRIVATE] <= num_blocks, "more blocks committed than there are"
     filled_child = (kv.filled[1:] > 0) & (kv.parent[1:] > 0)
     parents = kv.parent[1:][filled_child]

@@ -301,7 +301,8 @@ class Scheduler:
             EngineError: the policy admits nothing although nothing runs.
         """
         self.num_retracted_in_step = 0
-        while self._num_running > 1 and _decode_shortfall(self._arrays, self._num_running, self.block_size):
+        # Before anything is admitted, so that no admission takes what the next tokens of running sequences need.
+        while not _commit_decodes(self._arrays, self._num_running, self.block_size):
             victim = self.policy.choose_victim(self)
             self.retract(victim)
             self.policy.retracted(victim)
@@ -552,16 +553,25 @@ def _count_backlog(arrays, num_running, now, block_size):  # type: ignore[no-unt
 
 
 @numba.njit(cache=True, nogil=True)
-def _decode_shortfall(arrays, num_running, block_size):  # type: ignore[no-untyped-def]
-    """Blocks that the next tokens of all decoding sequences need beyond the device."""
+def _commit_decodes(arrays, num_running, block_size):  # type: ignore[no-untyped-def]
+    """Commit the blocks that the next tokens of all decoding sequences need; False, and nothing, if there are too few."""
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     growth = 0
-    for i in range(num_running):
-        slot = seqs.running[i]
-        if seqs.num_computed[slot] == seqs.num_tokens[slot] - 1:
-            needed = -(-seqs.num_tokens[slot] // block_size) - seqs.block_limit[slot]
-            growth += max(needed - seqs.private_committed[slot], 0)
-    return max(kv.counts[PINNED] + kv.counts[PRIVATE] + growth - kv.counts[NUM_BLOCKS], 0)
+    for commit in (False, True):
+        if commit:
+            if kv.counts[PINNED] + kv.counts[PRIVATE] + growth > kv.counts[NUM_BLOCKS]:
+                return False
+            kv.counts[PRIVATE] += growth
+        for i in range(num_running):
+            slot = seqs.running[i]
+            if seqs.num_computed[slot] == seqs.num_tokens[slot] - 1:
+                needed = -(-seqs.num_tokens[slot] // block_size) - seqs.block_limit[slot]
+                if needed > seqs.private_committed[slot]:
+                    if commit:
+                        seqs.private_committed[slot] = needed
+                    else:
+                        growth += needed - seqs.private_committed[slot]
+    return True
 
 
 @numba.njit(cache=True, nogil=True)
@@ -619,10 +629,6 @@ def _allocate(kv, seqs, block_tables, slot, first, end):  # type: ignore[no-unty
             seqs.private_tail[slot] = block
             block_tables[slot, i] = block
     seqs.private_length[slot] += end - index
-    growth = seqs.private_length[slot] - seqs.private_committed[slot]
-    if growth > 0:
-        seqs.private_committed[slot] += growth
-        kv.counts[PRIVATE] += growth
 
 
 @numba.njit(cache=True, nogil=True)
