@@ -263,6 +263,36 @@ def test_a_job_that_cannot_run_says_why_in_one_line(
     assert remedy in done.stderr
 
 
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    )
+    (folder / "model.safetensors").touch()
+    requests = write(tmp_path / "in.jsonl", [chat("r0")])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "blendserve.cli",
+            "run",
+            requests,
+            "-o",
+            tmp_path / "out.jsonl",
+            "--model",
+            folder,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "GPT2LMHeadModel" in done.stderr
+    assert "LlamaForCausalLM" in done.stderr
+
+
 def test_a_file_without_a_single_good_line(cli: Cli, tmp_path: Path) -> None:
     requests, output = write(tmp_path / "in.jsonl", ["nonsense", "{}"]), tmp_path / "out.jsonl"
     done = cli("run", requests, "-o", output)

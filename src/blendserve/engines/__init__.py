@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.errors import ConfigError
-from blendserve.models import ModelFiles, ModelSpec
+from blendserve.models import ModelFiles, ModelSpec, check_supported
 from blendserve.request import RequestTable, StepOutput
 from blendserve.scheduling.policies import Policy
 
@@ -95,11 +95,16 @@ class EngineConfig:
         return self.max_model_len
 
     def cost_model(self, files: ModelFiles) -> CostModel:
-        """What requests cost on this engine, before it is opened."""
+        """What requests cost on this engine, before it is opened.
+
+        Raises:
+            ModelError: the engine cannot run this kind of model.
+        """
         element_bytes = 2.0
         if self.engine == "native":
             from blendserve.engines.native import dtype_bytes
 
+            check_supported(files.config)
             element_bytes = dtype_bytes(self.dtype)
         model = ModelSpec.from_config(
             files.config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes

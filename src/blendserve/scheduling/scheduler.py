@@ -554,7 +554,7 @@ def _count_backlog(arrays, num_running, now, block_size):  # type: ignore[no-unt
 
 @numba.njit(cache=True, nogil=True)
 def _commit_decodes(arrays, num_running, block_size):  # type: ignore[no-untyped-def]
-    """Commit the blocks that the next tokens of all decoding sequences need; False, and nothing, if there are too few."""
+    """Commit the blocks for the next token of every decoding sequence; False, and nothing is done, if they do not fit."""
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     growth = 0
     for commit in (False, True):
