@@ -554,7 +554,7 @@ def _count_backlog(arrays, num_running, now, block_size):  # type: ignore[no-unt
 
 @numba.njit(cache=True, nogil=True)
 def _commit_decodes(arrays, num_running, block_size):  # type: ignore[no-untyped-def]
-    """Commit the blocks for the next token of every decoding sequence; False, and nothing is done, if they do not fit."""
+    """Commit blocks for the next token of every decoding sequence; if they do not fit, change nothing: False."""
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     growth = 0
     for commit in (False, True):
