@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import numpy as np
@@ -79,7 +80,7 @@ console = Console(
     highlight=False,
     soft_wrap=True,
     # A log file has no width; tables must not be cut to that of an old terminal.
-    width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else 160,
+    width=None if sys.stderr.isatty() else 160,
 )
 
 
@@ -632,7 +633,8 @@ def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool
         running = job.start(store)
         started_s = time.perf_counter()
         try:
-            _show_progress(running.run(), job.plan.summary().sequential_s)
+            with _stopping_between_steps() as steps_until_interrupted:
+                _show_progress(steps_until_interrupted(running.run()), job.plan.summary().sequential_s)
         except KeyboardInterrupt:
             summary = running.summary
             _fail(
@@ -644,6 +646,35 @@ def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool
     if as_json:
         _print_json({"summary": _summary_document(job, summary), "plan": asdict(job.plan.summary())})
     return EXIT_SOME_FAILED if summary.failed else EXIT_OK
+
+
+@contextmanager
+def _stopping_between_steps() -> Iterator[Callable[[Iterator[JobProgress]], Iterator[JobProgress]]]:
+    """Let the first Ctrl-C (or SIGTERM) stop the job after the step that runs, and only the second one at once.
+
+    An exception out of a signal handler can come anywhere; and a shell script starts its background jobs with Ctrl-C
+    ignored, in which Python follows it unless told otherwise.
+    """
+    interrupted = False
+
+    def note(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    def until_interrupted(steps: Iterator[JobProgress]) -> Iterator[JobProgress]:
+        for progress in steps:
+            yield progress
+            if interrupted:
+                raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield until_interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _RateColumn(ProgressColumn):

@@ -218,14 +218,24 @@ def test_killed_and_resumed_is_the_same_as_not_killed(model: Path, cli: Cli, tmp
         assert body(result)["choices"] == body(unbroken[custom_id])["choices"]
 
 
-def test_interrupting_exits_with_130_and_keeps_what_is_done(model: Path, cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_exits_with_130_and_keeps_what_is_done(
+    number: signal.Signals, model: Path, cli: Cli, tmp_path: Path
+) -> None:
     lines = [chat(f"r{i:02d}", f"Tell me about {i}.", max_tokens=40) for i in range(60)]
     requests, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     options = ("run", requests, "-o", output, "--max-num-seqs", "2")
-    process = subprocess.Popen(command(model, *options), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(model, *options),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        ),  # as a script's background jobs have it
+    )
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "again" in stderr

