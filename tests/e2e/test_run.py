@@ -225,13 +225,14 @@ def test_interrupting_exits_with_130_and_keeps_what_is_done(
     lines = [chat(f"r{i:02d}", f"Tell me about {i}.", max_tokens=40) for i in range(60)]
     requests, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     options = ("run", requests, "-o", output, "--max-num-seqs", "2")
+    as_background_job = [
+        "sh",
+        "-c",
+        'trap "" INT; exec "$@"',
+        "sh",
+    ]  # a script starts them with Ctrl-C ignored
     process = subprocess.Popen(
-        command(model, *options),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        ),  # as a script's background jobs have it
+        [*as_background_job, *command(model, *options)], stderr=subprocess.PIPE, text=True
     )
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
         time.sleep(0.02)
