@@ -85,11 +85,8 @@ def sample_requests(
     unknown = declared_tokens[tree.requests] == 0
     shuffled = rng.permutation(np.flatnonzero(unknown))
     by_stratum = shuffled[np.argsort(stratum[shuffled], kind="stable")]
-    labels, start, size = np.unique(stratum[by_stratum], return_index=True, return_counts=True)
-    del labels
-    wanted = np.minimum(
-        size, np.maximum(np.ceil(size * ratio).astype(np.int64), min(min_per_subtree, 1 << 30))
-    )
+    _, start, size = np.unique(stratum[by_stratum], return_index=True, return_counts=True)
+    wanted = np.minimum(size, np.maximum(np.ceil(size * ratio).astype(np.int64), min_per_subtree))
     # A subtree smaller than twice the minimum learns more from its siblings than sampling half of it is worth.
     wanted = np.where(size < 2 * min_per_subtree, np.minimum(size, 1), wanted)
     position = np.arange(len(by_stratum)) - np.repeat(start, size)

@@ -178,11 +178,6 @@ class DualScan(Policy):
         self._position = np.empty(plan.num_requests, dtype=np.int32)
         self._adopt(plan)
 
-    @property
-    def memory_shares(self) -> tuple[float, float]:
-        """Tokens charged to the left and to the right side."""
-        return self._charged_left, self._charged_right
-
     def _adopt(self, plan: Plan) -> None:
         order = plan.leaf_order
         self._order = order.requests
