@@ -359,11 +359,6 @@ class Workload:
         return len(self.requests)
 
 
-def known_lengths(workload: Workload) -> RequestTable:
-    """The workload's requests with their true output lengths declared."""
-    return replace(workload.requests, declared_tokens=workload.output_tokens)
-
-
 def named_workload(name: str, num_requests: int, seed: int, cost_model: CostModel) -> Workload:
     """The mix that `name` stands for.
 

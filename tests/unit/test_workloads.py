@@ -8,8 +8,8 @@ import pytest
 
 from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.errors import ConfigError
-from blendserve.planner.plan import make_plan
 from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
+from blendserve.simulator import plan_workload
 from blendserve.workloads import (
     GRID,
     HIGH_VARIANCE,
@@ -21,7 +21,6 @@ from blendserve.workloads import (
     Workload,
     from_block_hashes,
     from_lengths_csv,
-    known_lengths,
     mix,
     named_workload,
 )
@@ -214,10 +213,10 @@ def test_a_mix_is_an_ordinary_job_of_unknown_lengths() -> None:
     assert (workload.requests.declared_tokens == 0).all()
     assert (workload.output_tokens <= workload.requests.max_tokens).all()
     assert workload.requests.tokens.data.max() < LLAMA.vocab_size
-    declared = known_lengths(workload)
+    declared, plan = plan_workload(workload.requests, workload.output_tokens, COST_MODEL, "known")
     assert np.array_equal(declared.declared_tokens, workload.output_tokens)
     assert (workload.requests.declared_tokens == 0).all()
-    summary = make_plan(declared, COST_MODEL).summary()
+    summary = plan.summary()
     assert summary.expected_output_tokens == workload.output_tokens.sum()
 
 
