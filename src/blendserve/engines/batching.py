@@ -97,8 +97,8 @@ class BatchingEngine:
             yield StepOutput(self._stats(scheduler, batch, step), results)
 
     def _stats(self, scheduler: Scheduler, batch: Batch, step: StepResult) -> StepStats:
-        cost = self.cost_model.step_cost(
-            batch.num_prefill_tokens + batch.num_decode_tokens, batch.kv_tokens_read
+        cost = step.cost or self.cost_model.step_cost(
+            batch.num_prefill_tokens + batch.num_decode_tokens, batch.kv_tokens_read, batch.query_key_pairs
         )
         return StepStats(
             duration_s=step.duration_s,

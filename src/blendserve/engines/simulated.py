@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numba
 import numpy as np
 
 from blendserve.cost_model import CostModel
@@ -54,8 +55,7 @@ class SimulatedExecutor:
 
     def execute(self, batch: Batch) -> StepResult:
         """Let the virtual clock run for one step."""
-        known = batch.num_computed + batch.num_tokens
-        finished = batch.samples & (known + 1 >= self._total[batch.requests])
+        finished = _finished(batch.requests, batch.num_computed, batch.num_tokens, batch.samples, self._total)
         if self._stage == "decode":
             cost = self.cost_model.step_cost(batch.num_decode_tokens, batch.kv_tokens_read)
         else:
@@ -76,3 +76,12 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+@numba.njit(cache=True, nogil=True)
+def _finished(requests, num_computed, num_tokens, samples, total):  # type: ignore[no-untyped-def]
+    """[num_rows] whether the token that a row samples is its sequence's last."""
+    finished = np.empty(len(requests), np.bool_)
+    for row in range(len(requests)):
+        finished[row] = samples[row] and num_computed[row] + num_tokens[row] + 1 >= total[requests[row]]
+    return finished

@@ -6,6 +6,7 @@ not, improves the estimates of what is still waiting. Source: BlendServe §5.1.
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +16,8 @@ Floats = NDArray[np.float64]
 
 SAMPLE_RATIO = 0.01
 MIN_SAMPLES_PER_SUBTREE = 4
+MIN_STRATA = 16
+"""subtrees that a job of any size samples on their own"""
 PRIOR_OUTPUT_TOKENS = 256.0
 """assumed for a request of which nothing is known but that it may run this long"""
 
@@ -22,8 +25,11 @@ PRIOR_OUTPUT_TOKENS = 256.0
 class OutputLengthEstimator:
     """Expected output tokens of every request, from what has finished so far.
 
-    A declared length is taken as it is. Otherwise a request takes the mean of the finished requests in the nearest
-    enclosing subtree that has any: its own, else its parent's (which is its siblings' mean), and so on up to the root.
+    A declared length is taken as it is. Otherwise a request takes the mean of its deepest subtree, shrunk towards that
+    of the enclosing one, and so on up to the root. How far, the lengths tell: where subtrees differ no more than
+    requests inside one do (prompts that share a first word), a few finished requests count for little; where they
+    differ (benchmarks, tasks), each stands for itself. A subtree without finished requests takes the enclosing one's
+    estimate, which is its siblings' mean. Source: BlendServe §5.1; shrinkage is one-way random-effects ANOVA, ours.
     No estimate exceeds the request's `max_tokens`. Before anything has finished the estimate is
     `min(max_tokens, PRIOR_OUTPUT_TOKENS)`.
     """
@@ -38,12 +44,12 @@ class OutputLengthEstimator:
         self._finished_by_leaf = np.zeros(tree.num_leaves)
         self.num_finished = 0
 
-    def finished(self, request: int, output_tokens: int) -> None:
-        """Take note of a finished request."""
-        rank = self._rank[request]
+    def finished(self, requests: Ints, output_tokens: Ints) -> None:
+        """Take note of finished requests."""
+        rank = self._rank[requests]
         self._output_by_leaf[rank] = output_tokens
         self._finished_by_leaf[rank] = 1.0
-        self.num_finished += 1
+        self.num_finished += len(requests)
 
     def estimate(self) -> Floats:
         """[num_requests] expected output tokens; exact for finished requests and declared lengths."""
@@ -51,19 +57,65 @@ class OutputLengthEstimator:
         prior = np.minimum(self._max_tokens, PRIOR_OUTPUT_TOKENS)
         by_request = prior
         if self.num_finished:
-            total = tree.leaf_sums(self._output_by_leaf)
-            count = tree.leaf_sums(self._finished_by_leaf)
-            node = np.arange(tree.num_nodes, dtype=np.int32)
-            # Pre-order: a node's parent is final before the node is looked at, hence one pass per tree level.
-            nearest = np.where(count > 0, node, -1)
-            while (missing := nearest < 0).any():
-                nearest[missing] = nearest[tree.parent[missing]]
-            mean = total[nearest] / count[nearest]
+            mean = _shrunk_means(
+                tree.parent,
+                tree.leaf_sums(self._finished_by_leaf),
+                tree.leaf_sums(self._output_by_leaf),
+                tree.leaf_sums(self._output_by_leaf**2),
+            )
             by_leaf = np.where(self._finished_by_leaf > 0, self._output_by_leaf, mean[tree.leaf_parent])
             by_request = np.empty_like(by_leaf)
             by_request[tree.requests] = by_leaf
         expected = np.where(self._declared > 0, self._declared, np.minimum(by_request, self._max_tokens))
         return np.maximum(expected, 1.0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _shrunk_means(parent, count, total, squares):  # type: ignore[no-untyped-def]
+    """[num_nodes] mean of every node's finished leaves, shrunk towards its parent's; nodes come after their parents."""
+    num_nodes = len(parent)
+    groups = np.zeros(num_nodes)  # children with finished leaves; the leaves right below a node are one group
+    within = np.zeros(num_nodes)  # sums of squares inside groups
+    between = np.zeros(num_nodes)
+    sizes = np.zeros(num_nodes)
+    loose = count.copy()
+    loose_total, loose_squares = total.copy(), squares.copy()
+    for node in range(1, num_nodes):
+        if count[node] > 0:
+            up = parent[node]
+            loose[up] -= count[node]
+            loose_total[up] -= total[node]
+            loose_squares[up] -= squares[node]
+            groups[up] += 1
+            within[up] += squares[node] - total[node] ** 2 / count[node]
+            between[up] += total[node] ** 2 / count[node]
+            sizes[up] += count[node] ** 2
+    # The variance of a group over that between groups: so many samples of its own weigh as much as the parent's mean.
+    weight = np.zeros(num_nodes)
+    mean = np.zeros(num_nodes)
+    for node in range(num_nodes):
+        if count[node] == 0:
+            mean[node] = mean[parent[node]]
+            continue
+        if loose[node] > 0.5:
+            groups[node] += 1
+            within[node] += loose_squares[node] - loose_total[node] ** 2 / loose[node]
+            between[node] += loose_total[node] ** 2 / loose[node]
+            sizes[node] += loose[node] ** 2
+        weight[node] = 1.0
+        if 2 <= groups[node] < count[node]:
+            inside = max(within[node], 0.0) / (count[node] - groups[node])
+            outside = (between[node] - total[node] ** 2 / count[node]) / (groups[node] - 1)
+            typical_size = (count[node] - sizes[node] / count[node]) / (groups[node] - 1)
+            variance = max((outside - inside) / typical_size, 1e-6 * (inside + 1e-6))
+            weight[node] = inside / variance
+        own = total[node] / count[node]
+        if node == 0:
+            mean[node] = own
+        else:
+            shrink = weight[parent[node]]
+            mean[node] = (total[node] + shrink * mean[parent[node]]) / (count[node] + shrink)
+    return mean
 
 
 def sample_requests(
@@ -77,24 +129,24 @@ def sample_requests(
 ) -> Ints:
     """Requests to run first so that every large subtree is known early: `ratio` of each, at least `min_per_subtree`.
 
-    The strata are the subtrees at the first branching below the root; requests that share no prefix at all are divided
-    by their `max_tokens`, the only other thing that tells them apart. Requests of declared length are not sampled.
+    The strata are the subtrees at the first branching below the root, the largest first, as long as their minima add
+    up to no more than twice `ratio` of the job. What is left, and requests that share no prefix at all, is divided by
+    `max_tokens`, the only other thing that tells them apart. Requests of declared length are not sampled.
     """
     rng = np.random.default_rng(seed)
-    stratum = _strata(tree, max_tokens)
     unknown = declared_tokens[tree.requests] == 0
+    most = max(2 * ratio * int(unknown.sum()), MIN_STRATA * min_per_subtree)
+    stratum = _strata(tree, max_tokens, 2 * min_per_subtree, int(most / max(min_per_subtree, 1)))
     shuffled = rng.permutation(np.flatnonzero(unknown))
     by_stratum = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     _, start, size = np.unique(stratum[by_stratum], return_index=True, return_counts=True)
     wanted = np.minimum(size, np.maximum(np.ceil(size * ratio).astype(np.int64), min_per_subtree))
-    # A subtree smaller than twice the minimum learns more from its siblings than sampling half of it is worth.
-    wanted = np.where(size < 2 * min_per_subtree, np.minimum(size, 1), wanted)
     position = np.arange(len(by_stratum)) - np.repeat(start, size)
     chosen = by_stratum[position < np.repeat(wanted, size)]
     return np.asarray(tree.requests[rng.permutation(chosen)])
 
 
-def _strata(tree: PrefixTree, max_tokens: Ints) -> NDArray[np.int64]:
+def _strata(tree: PrefixTree, max_tokens: Ints, min_size: int, max_strata: int) -> NDArray[np.int64]:
     """[num_leaves] label of the stratum of each leaf."""
     # A prefix that nearly all requests share (one system prompt) tells nothing: start below it.
     root = 0
@@ -105,6 +157,9 @@ def _strata(tree: PrefixTree, max_tokens: Ints) -> NDArray[np.int64]:
             break
         root = int(children[np.argmax(size)])
     tops = np.flatnonzero(tree.parent == root)
+    size = tree.end[tops] - tree.first[tops]
+    largest = np.argsort(-size, kind="stable")[:max_strata]
+    tops = tops[largest[size[largest] >= min_size]]
     stratum = -1 - max_tokens[tree.requests].astype(np.int64)
     owner = np.zeros(tree.num_leaves + 1, dtype=np.int64)
     np.add.at(owner, tree.first[tops], tops)

@@ -88,8 +88,7 @@ class Plan:
         """A fresh estimator for a run of this plan."""
         estimator = OutputLengthEstimator(self.tree, self.max_tokens, self.declared_tokens)
         if self.sampled_output_tokens is not None:
-            for request, output_tokens in zip(self.sampled, self.sampled_output_tokens, strict=True):
-                estimator.finished(int(request), int(output_tokens))
+            estimator.finished(self.sampled, self.sampled_output_tokens)
         return estimator
 
     def warmed_up(self, sampled_output_tokens: Ints) -> Plan:

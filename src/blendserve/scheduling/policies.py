@@ -6,7 +6,6 @@ scheduler exactly, and an external engine's admission window by estimate.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -22,7 +21,12 @@ Floats = NDArray[np.float64]
 
 OVERRUN_CHECK_STEPS = 16
 FIRST_REPLAN_AFTER = 16
-"""completions after which estimates are first renewed; afterwards whenever their number has grown by half"""
+"""completions after which estimates are first renewed; afterwards whenever their number has doubled"""
+OVERRUN_FACTOR = 1.5
+"""a sequence that outlives its estimate is expected to reach this multiple of its age"""
+LOOK_AHEAD = 64
+"""candidates offered for admission at once from either end"""
+NEITHER, LEFT, RIGHT = 0, 1, 2
 
 
 class Control(Protocol):
@@ -66,8 +70,14 @@ class Control(Protocol):
         """[num_running] tokens generated so far."""
         ...
 
-    def try_admit(self, request: int, output_tokens_est: float) -> bool:
-        """Admit a request that is expected to generate so many tokens; False if it does not fit now."""
+    def admit(
+        self, requests: Ints, output_tokens_est: Floats, max_tokens: int, *, look_ahead: bool = True, reserve_tokens: int = 0
+    ) -> int:
+        """Admit requests in order until one does not fit or the next step has `max_tokens` tokens; returns how many.
+
+        Requests that run or have finished are passed over. `output_tokens_est` [num_requests] is by request. With
+        `look_ahead` the memory of all that runs must suffice until its expected end.
+        """
         ...
 
     def retract(self, request: int) -> None:
@@ -88,54 +98,44 @@ class Policy:
         self.output_tokens_est = plan.output_tokens_est.copy()
         self._estimator = plan.estimator()
         self._replan_at = FIRST_REPLAN_AFTER
-        self._first: deque[int] = deque()
-        self._admitted = np.zeros(plan.num_requests, dtype=np.bool_)
+        self._first: Ints = np.empty(0, dtype=np.int32)
 
     def start(self, control: Control) -> None:
         """A run begins."""
 
     def step(self, control: Control) -> int:
         """Admit what should run now; returns the token target of the next step."""
-        while self._first and self._wants_prefill(control):
-            request = self._first[0]
-            if not self._admitted[request] and not self._try_admit(control, request):
-                return control.max_num_batched_tokens
-            self._first.popleft()
-        self._admit_in_order(control)
-        return control.max_num_batched_tokens
+        max_tokens = control.max_num_batched_tokens
+        if len(self._first):
+            self._first = self._first[self._admit_first(control) :]
+        if len(self._first) == 0:
+            self._admit_in_order(control)
+        return max_tokens
 
-    def finished(self, request: int, num_output_tokens: int) -> None:
-        """A request has its result."""
-        self._estimator.finished(request, num_output_tokens)
+    def finished(self, requests: Ints, output_tokens: Ints) -> None:
+        """Requests have their results."""
+        self._estimator.finished(requests, output_tokens)
         if self._estimator.num_finished >= self._replan_at:
-            self._replan_at += self._replan_at // 2
+            self._replan_at = 2 * self._estimator.num_finished
             self.output_tokens_est = self._estimator.estimate()
             self._estimates_changed()
 
     def retracted(self, request: int) -> None:
         """A running request was taken out to make room; it goes first when there is room again."""
-        self._admitted[request] = False
-        self._first.appendleft(request)
+        self._first = np.concatenate((np.array([request], dtype=np.int32), self._first))
 
     def choose_victim(self, control: Control) -> int:
         """The running request to retract when memory runs out: the youngest, which loses least."""
         return int(control.running_requests[-1])
+
+    def _admit_first(self, control: Control) -> int:
+        return control.admit(self._first, self.output_tokens_est, control.max_num_batched_tokens)
 
     def _admit_in_order(self, control: Control) -> None:
         raise NotImplementedError
 
     def _estimates_changed(self) -> None:
         """`output_tokens_est` was renewed."""
-
-    def _wants_prefill(self, control: Control) -> bool:
-        """Whether the next step has tokens left once all decodes and the prefills already admitted are served."""
-        return control.prefill_backlog + control.num_running < control.max_num_batched_tokens
-
-    def _try_admit(self, control: Control, request: int) -> bool:
-        if control.try_admit(request, float(self.output_tokens_est[request])):
-            self._admitted[request] = True
-            return True
-        return False
 
 
 class OrderedPolicy(Policy):
@@ -144,15 +144,12 @@ class OrderedPolicy(Policy):
     def __init__(self, plan: Plan, order: Ints, name: str) -> None:
         super().__init__(plan)
         self.name = name
-        self._order = order
-        self._next = 0
+        self._waiting = order
 
     def _admit_in_order(self, control: Control) -> None:
-        while self._next < len(self._order) and self._wants_prefill(control):
-            request = int(self._order[self._next])
-            if not self._admitted[request] and not self._try_admit(control, request):
-                return
-            self._next += 1
+        if len(self._waiting):
+            settled = control.admit(self._waiting, self.output_tokens_est, control.max_num_batched_tokens)
+            self._waiting = self._waiting[settled:]
 
 
 class DualScan(Policy):
@@ -169,104 +166,98 @@ class DualScan(Policy):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._first.extend(plan.sampled.tolist())
+        self._first = plan.sampled
         self._own_prompt_tokens = plan.own_prompt_tokens().astype(np.float64)
+        self._side = np.zeros(plan.num_requests, dtype=np.int8)
         self._charge = np.zeros(plan.num_requests)
-        self._on_left = np.zeros(plan.num_requests, dtype=np.bool_)
-        self._charged_left = 0.0
-        self._charged_right = 0.0
-        self._position = np.empty(plan.num_requests, dtype=np.int32)
+        self._charged = {LEFT: 0.0, RIGHT: 0.0}
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
+        """Scan a new order; what was admitted before keeps its side and its charge."""
         order = plan.leaf_order
-        self._order = order.requests
-        self._position[order.requests] = np.arange(len(order.requests), dtype=np.int32)
-        self._unit_density = order.unit_density
-        self._unit = np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))
+        waits = self._side[order.requests] == NEITHER
+        self._waiting = order.requests[waits]
+        unit = np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))
+        self._unit_density = order.unit_density[unit[waits]]
         self._density = plan.density()
-        self._left = 0
-        self._right = len(self._order) - 1
+        self._dense = np.empty(plan.num_requests, dtype=np.bool_)
+        self._dense[order.requests] = order.density > self._density
+        charge = self._own_prompt_tokens + self.output_tokens_est / 2
+        self._charge = np.where(self._side == NEITHER, charge, self._charge)
 
     def _estimates_changed(self) -> None:
         self._adopt(self.plan.reordered(self.output_tokens_est))
 
+    def _admit_first(self, control: Control) -> int:
+        # Sampled and retracted requests belong to the side whose density they have.
+        settled = super()._admit_first(control)
+        admitted = self._first[:settled]
+        self._charge_to(LEFT, admitted[self._dense[admitted]])
+        self._charge_to(RIGHT, admitted[~self._dense[admitted]])
+        return settled
+
     def _admit_in_order(self, control: Control) -> None:
         if control.step_index % OVERRUN_CHECK_STEPS == 0:
             self._charge_overruns(control)
+        if len(self._waiting) == 0:
+            return
+        # The whole job's density decides the blend, at the densities of what is next on either side.
         capacity = control.kv_capacity_tokens
-        blocked_left = blocked_right = False
-        while self._wants_prefill(control) and self._skip_admitted() and not (blocked_left and blocked_right):
-            left, right = int(self._order[self._left]), int(self._order[self._right])
-            # The whole job's density decides the blend, at the densities of what is next on either side.
-            share_left = memory_split(
-                capacity,
-                float(self._unit_density[self._unit[self._left]]),
-                float(self._unit_density[self._unit[self._right]]),
-                self._density,
-            )
-            room_left = share_left - self._charged_left
-            room_right = capacity - share_left - self._charged_right
-            from_left = blocked_right or (not blocked_left and room_left >= room_right)
-            room = room_left if from_left else room_right
-            request = left if from_left else right
-            idle = control.num_running == 0
-            if (room > 0 or idle) and self._try_admit(control, request):
-                self._charge_to(request, left=from_left)
-            elif from_left:
-                blocked_left = True
-            else:
-                blocked_right = True
+        share_left = memory_split(
+            capacity, float(self._unit_density[0]), float(self._unit_density[-1]), self._density
+        )
+        self._fill(control, RIGHT, capacity - share_left)
+        self._fill(control, LEFT, share_left)
+        if control.num_running == 0:  # nothing has room in its share
+            self._fill(control, LEFT, capacity)
 
-    def _skip_admitted(self) -> bool:
-        """Move both pointers to requests that wait; False if none does."""
-        while self._left <= self._right and self._admitted[self._order[self._left]]:
-            self._left += 1
-        while self._left <= self._right and self._admitted[self._order[self._right]]:
-            self._right -= 1
-        return self._left <= self._right
+    def _fill(self, control: Control, side: int, share: float) -> None:
+        """Admit from one end of the order until that side's share of the memory is charged."""
+        room = share - self._charged[side]
+        if room <= 0 or len(self._waiting) == 0:
+            return
+        ahead = self._waiting[:LOOK_AHEAD] if side == LEFT else self._waiting[: -LOOK_AHEAD - 1 : -1]
+        charged = np.cumsum(np.where(self._side[ahead] == NEITHER, self._charge[ahead], 0.0))
+        ahead = ahead[: np.searchsorted(charged, room) + 1]
+        settled = control.admit(ahead, self.output_tokens_est, control.max_num_batched_tokens)
+        self._charge_to(side, ahead[:settled])
+        end = len(self._waiting)
+        kept = slice(settled, end) if side == LEFT else slice(0, end - settled)
+        self._waiting, self._unit_density = self._waiting[kept], self._unit_density[kept]
 
-    def _try_admit(self, control: Control, request: int) -> bool:
-        admitted = super()._try_admit(control, request)
-        if admitted and self._charge[request] == 0:
-            # Sampled and retracted requests belong to the pointer they lie nearer to.
-            self._charge_to(request, left=bool(2 * self._position[request] < self._left + self._right))
-        return admitted
+    def _charge_to(self, side: int, requests: Ints) -> None:
+        requests = requests[self._side[requests] == NEITHER]
+        self._side[requests] = side
+        self._charged[side] += float(self._charge[requests].sum())
 
-    def _charge_to(self, request: int, *, left: bool) -> None:
-        self._uncharge(request)
-        self._charge[request] = self._own_prompt_tokens[request] + self.output_tokens_est[request] / 2
-        self._on_left[request] = left
-        if left:
-            self._charged_left += self._charge[request]
-        else:
-            self._charged_right += self._charge[request]
-
-    def _uncharge(self, request: int) -> None:
-        if self._on_left[request]:
-            self._charged_left -= self._charge[request]
-        else:
-            self._charged_right -= self._charge[request]
-        self._charge[request] = 0
+    def _uncharge(self, requests: Ints) -> None:
+        for side in (LEFT, RIGHT):
+            self._charged[side] -= float(self._charge[requests[self._side[requests] == side]].sum())
 
     def _charge_overruns(self, control: Control) -> None:
         """Charge what has outgrown its estimate for its real size, to the right side."""
         requests, generated = control.running_requests, control.running_output_tokens
-        for index in np.flatnonzero(generated > self.output_tokens_est[requests]):
-            request = int(requests[index])
-            self.output_tokens_est[request] = min(
-                1.5 * generated[index], float(self.plan.max_tokens[request])
-            )
-            self._charge_to(request, left=False)
+        late = generated > self.output_tokens_est[requests]
+        if not late.any():
+            return
+        requests, generated = requests[late], generated[late]
+        self._uncharge(requests)
+        self.output_tokens_est[requests] = np.minimum(OVERRUN_FACTOR * generated, self.plan.max_tokens[requests])
+        self._charge[requests] = self._own_prompt_tokens[requests] + self.output_tokens_est[requests] / 2
+        self._side[requests] = NEITHER
+        self._charge_to(RIGHT, requests)
 
-    def finished(self, request: int, num_output_tokens: int) -> None:
-        """Free the request's share of its side."""
-        self._uncharge(request)
-        super().finished(request, num_output_tokens)
+    def finished(self, requests: Ints, output_tokens: Ints) -> None:
+        """Free the requests' share of their side."""
+        self._uncharge(requests)
+        super().finished(requests, output_tokens)
 
     def retracted(self, request: int) -> None:
         """Free the request's share of its side until it comes back."""
-        self._uncharge(request)
+        requests = np.array([request], dtype=np.int32)
+        self._uncharge(requests)
+        self._side[requests] = NEITHER
         super().retracted(request)
 
 

@@ -9,6 +9,7 @@ are compiled, because the same code drives real engines and simulates millions o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import numba
@@ -31,7 +32,7 @@ from blendserve.scheduling.kv_cache import (
     KVArrays,
     KVState,
 )
-from blendserve.scheduling.policies import Policy
+from blendserve.scheduling.policies import Floats, Policy
 
 BUCKET_STEPS = 16
 """resolution of the memory projection, steps"""
@@ -47,6 +48,39 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     free_unused_prefixes: bool = True
     """free a prefix as soon as no unfinished request of the job can use it, instead of leaving it to LRU eviction"""
+
+
+class _Requests(NamedTuple):
+    """State of all requests as columns."""
+
+    prompt: Ints
+    """prompt tokens"""
+    generated: Ints
+    """tokens it had generated when it was retracted"""
+    retracted: Ints
+    """1 if it was retracted before"""
+    state: Ints
+    """a `_State`"""
+    num_cached: Ints
+    """prompt tokens found in the cache"""
+
+
+class _State(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class _Counter(IntEnum):
+    """Numbers that compiled code changes."""
+
+    NUM_RUNNING = 0
+    BACKLOG = 1
+    """tokens to compute before all running sequences decode"""
+
+
+WAITING, RUNNING, FINISHED = int(_State.WAITING), int(_State.RUNNING), int(_State.FINISHED)
+NUM_RUNNING, BACKLOG = int(_Counter.NUM_RUNNING), int(_Counter.BACKLOG)
 
 
 class _Sequences(NamedTuple):
@@ -79,20 +113,24 @@ class _Sequences(NamedTuple):
     projected_tokens: Ints
     """private tokens at that step"""
     projected_until: Ints
+    free_slots: Ints
+    """a stack: the last `max_num_seqs - num_running` count, the top first"""
 
 
 class _Arrays(NamedTuple):
     """All state that compiled code works on, as few arrays (see `kv_cache.KVArrays`)."""
 
     kv: KVArrays
+    counters: NDArray[np.int64]
+    """by `_Counter`"""
+    requests: Ints
+    """[5, num_requests] the columns of `_Requests`"""
     slots: Ints
-    """[16, max_num_seqs] the columns of `_Sequences` without `path`"""
+    """[17, max_num_seqs] the columns of `_Sequences` without `path`"""
     path: Ints
     projection: NDArray[np.float64]
     """private KV tokens expected in each of the next buckets of steps, a ring"""
     block_tables: Ints
-    num_cached: Ints
-    """[num_requests] prompt tokens found in the cache"""
     counted: NDArray[np.int64]
     """[num_nodes] last step in which the node was counted for the prefill backlog"""
 
@@ -118,7 +156,14 @@ def _sequences(arrays):  # type: ignore[no-untyped-def]
         slots[13],
         slots[14],
         slots[15],
+        slots[16],
     )
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _requests(arrays):  # type: ignore[no-untyped-def]
+    columns = arrays.requests
+    return _Requests(columns[0], columns[1], columns[2], columns[3], columns[4])
 
 
 class Scheduler:
@@ -173,9 +218,7 @@ class Scheduler:
         self.num_retracted_in_step = 0
         self.step_index = 0
         self.clock_s = 0.0
-        self._prompt_tokens = requests.prompt_tokens
-        self._num_generated = np.zeros(len(requests), dtype=np.int32)
-        self._retracted = np.zeros(len(requests), dtype=np.bool_)
+        self._num_requests = len(requests)
         tree = PrefixTree.build_blocks(policy.plan.prompt_order, requests.prompt_tokens, block_size)
         num_slots = min(config.max_num_seqs, max(len(requests), 1))
         max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
@@ -184,20 +227,22 @@ class Scheduler:
         self._kv: KVState = kv_cache.kv_view.py_func(kv_arrays)
         self._arrays = _Arrays(
             kv=kv_arrays,
-            slots=np.zeros((16, num_slots), dtype=np.int32),
+            counters=np.zeros(len(_Counter), dtype=np.int64),
+            requests=np.zeros((5, len(requests)), dtype=np.int32),
+            slots=np.zeros((17, num_slots), dtype=np.int32),
             path=np.zeros((num_slots, max(kv_cache.longest_path(self._kv.parent), 1)), dtype=np.int32),
             projection=np.zeros(horizon),
             block_tables=np.zeros((num_slots, max_blocks), dtype=np.int32),
-            num_cached=np.zeros(len(requests), dtype=np.int32),
             counted=np.full(len(self._kv.parent), -1, dtype=np.int64),
         )
         self._seqs: _Sequences = _sequences.py_func(self._arrays)
         for column in (self._seqs.request, self._seqs.private_head, self._seqs.private_tail):
             column[:] = NONE
         self._seqs.projected_from[:] = -1
-        self._num_running = 0
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._backlog = 0
+        self._seqs.free_slots[:] = np.arange(num_slots)
+        self._table: _Requests = _requests.py_func(self._arrays)
+        self._table.prompt[:] = requests.prompt_tokens
+        self._counters = self._arrays.counters
         policy.start(self)
 
     # -- what a policy sees (policies.Control) -------------------------------------------------------------------
@@ -205,17 +250,17 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold memory."""
-        return self._num_running
+        return int(self._counters[NUM_RUNNING])
 
     @property
     def num_unfinished(self) -> int:
         """Requests without a result yet."""
-        return len(self._prompt_tokens) - self.num_finished
+        return self._num_requests - self.num_finished
 
     @property
     def num_waiting(self) -> int:
         """Requests not admitted, never or not again."""
-        return self.num_unfinished - self._num_running
+        return self.num_unfinished - self.num_running
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -240,55 +285,60 @@ class Scheduler:
     @property
     def prefill_backlog(self) -> int:
         """Tokens that the admitted sequences have yet to compute before all of them decode."""
-        return self._backlog
+        return int(self._counters[BACKLOG])
 
     @property
     def running_requests(self) -> Ints:
         """[num_running] requests in order of admission."""
-        return self._seqs.request[self._seqs.running[: self._num_running]]
+        return self._seqs.request[self._seqs.running[: self.num_running]]
 
     @property
     def running_output_tokens(self) -> Ints:
         """[num_running] tokens each running request has generated so far."""
-        slots = self._seqs.running[: self._num_running]
+        slots = self._seqs.running[: self.num_running]
         return self._seqs.num_tokens[slots] - self._seqs.prompt[slots]
 
-    def try_admit(self, request: int, output_tokens_est: float) -> bool:
-        """Admit a waiting request if it fits.
+    def admit(
+        self, requests: Ints, output_tokens_est: Floats, max_tokens: int, *, look_ahead: bool = True, reserve_tokens: int = 0
+    ) -> int:
+        """Admit requests in the given order until one does not fit or the next step has `max_tokens` tokens to compute.
 
-        It fits if a slot is free, its known tokens can be committed now, and the projected memory of everything
-        running, this request included, stays within the device until it is expected to end. When nothing runs,
-        only the first two count, so that a pessimistic estimate cannot stop the job.
+        A request fits if a slot is free, its known tokens can be committed now, and, with `look_ahead`, the projected
+        memory of everything running, this request included, stays within the device until it is expected to end. When
+        nothing runs, only the first two count, so that a pessimistic estimate cannot stop the job. Nothing is admitted
+        in a step that had to retract.
+
+        Args:
+            requests: candidates; those that run or have finished are passed over.
+            output_tokens_est: [num_requests] expected output of every request.
+            max_tokens: of the next step, decodes included.
+            look_ahead: see above.
+
+        Returns:
+            How many of the candidates are settled: admitted, or passed over.
         """
-        if not self._free_slots or self.num_retracted_in_step:
-            return False
-        slot = self._free_slots[-1]
-        tokens_before = _admit(
-            self._arrays,
-            slot,
-            self._num_running,
-            request,
-            self._prompt_tokens[request],
-            self._num_generated[request],
-            output_tokens_est,
-            self.step_index,
-            self.block_size,
-            self._retracted[request],
+        if self.num_retracted_in_step:
+            return 0
+        return int(
+            _admit_leading(
+                self._arrays,
+                requests,
+                output_tokens_est,
+                max_tokens,
+                look_ahead,
+                reserve_tokens,
+                self.step_index,
+                self.block_size,
+            )
         )
-        if tokens_before < 0:
-            return False
-        self._free_slots.pop()
-        self._num_running += 1
-        self._backlog += tokens_before
-        return True
 
     def retract(self, request: int) -> None:
         """Take a running request's memory back; it waits again and recomputes what it had, output included."""
-        slots = self._seqs.running[: self._num_running]
+        slots = self._seqs.running[: self.num_running]
         slot = int(slots[self._seqs.request[slots] == request][0])
-        self._num_generated[request] = self._seqs.num_tokens[slot] - self._seqs.prompt[slot]
-        self._retracted[request] = True
-        self._release(slot, finished=False)
+        self._table.generated[request] = self._seqs.num_tokens[slot] - self._seqs.prompt[slot]
+        self._table.retracted[request] = 1
+        _release(self._arrays, slot, False, self.config.free_unused_prefixes, self.step_index)
         self.num_retracted += 1
         self.num_retracted_in_step += 1
 
@@ -302,26 +352,21 @@ class Scheduler:
         """
         self.num_retracted_in_step = 0
         # Before anything is admitted, so that no admission takes what the next tokens of running sequences need.
-        while not _commit_decodes(self._arrays, self._num_running, self.block_size):
+        while not _begin_step(self._arrays, self.step_index, self.block_size):
             victim = self.policy.choose_victim(self)
             self.retract(victim)
             self.policy.retracted(victim)
-        self._backlog = _count_backlog(self._arrays, self._num_running, self.step_index, self.block_size)
         target = self.policy.step(self)
-        if self._num_running == 0:
+        num_running = self.num_running
+        if num_running == 0:
             raise EngineError(
                 f"policy {self.policy.name} admitted none of {self.num_waiting} waiting requests"
             )
         target = min(max(target, self.block_size), self.config.max_num_batched_tokens)
-        columns = np.empty((4, self._num_running), dtype=np.int32)
-        samples = np.empty(self._num_running, dtype=np.bool_)
+        columns = np.empty((4, num_running), dtype=np.int32)
+        samples = np.empty(num_running, dtype=np.bool_)
         num_rows, num_prefill, num_decode, kv_read, pairs = _form_batch(
-            self._arrays,
-            self._num_running,
-            target,
-            self.block_size,
-            columns,
-            samples,
+            self._arrays, target, self.block_size, columns, samples
         )
         assert num_rows > 0, "a step with running sequences computed nothing"
         return Batch(
@@ -350,32 +395,29 @@ class Scheduler:
         """
         self.clock_s += duration_s
         self.step_index += 1
-        done = []
-        for row in np.flatnonzero(finished):
-            slot, request = int(batch.slots[row]), int(batch.requests[row])
-            num_output_tokens = int(self._seqs.num_tokens[slot] - self._seqs.prompt[slot]) + int(
-                batch.samples[row]
-            )
-            self._release(slot, finished=True)
-            self.num_finished += 1
-            self.policy.finished(request, num_output_tokens)
-            done.append((request, int(self._arrays.num_cached[request])))
-        _advance_all(
+        num_done, done = _update(
             self._arrays,
             batch.slots,
             batch.num_tokens,
             batch.samples,
             finished,
+            self.config.free_unused_prefixes,
             self.step_index,
             self.block_size,
         )
-        return done
+        if num_done == 0:
+            return []
+        requests, output_tokens, num_cached = done[:, :num_done]
+        self.num_finished += num_done
+        self.policy.finished(requests, output_tokens)
+        return list(zip(requests.tolist(), num_cached.tolist(), strict=True))
 
     def check_conservation(self) -> None:
         """Raise AssertionError unless blocks, counters and sequences agree; for tests, O(blocks)."""
-        slots = self._seqs.running[: self._num_running]
-        assert len(set(slots.tolist())) == self._num_running
-        assert len(self._free_slots) + self._num_running == len(self._seqs.request)
+        slots = self._seqs.running[: self.num_running]
+        assert len(set(slots.tolist())) == self.num_running
+        free = self._seqs.free_slots[self.num_running :]
+        assert sorted((*slots.tolist(), *free.tolist())) == list(range(len(self._seqs.request)))
         kv_cache.check_conservation(
             self._kv, self._seqs.private_head[slots], self._seqs.private_length[slots]
         )
@@ -393,18 +435,6 @@ class Scheduler:
             "pinned": int(self._kv.counts[PINNED]),
             "private": int(self._kv.counts[PRIVATE]),
         }
-
-    def _release(self, slot: int, *, finished: bool) -> None:
-        _release_slot(
-            self._arrays,
-            slot,
-            self._num_running,
-            finished,
-            self.config.free_unused_prefixes,
-            self.step_index,
-        )
-        self._num_running -= 1
-        self._free_slots.append(slot)
 
 
 # -- memory projection: a ring of buckets of BUCKET_STEPS steps, private KV tokens expected in each ------------------
@@ -460,37 +490,46 @@ def _stop_projection(seqs, projection, slot, now):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True, nogil=True)
-def _admit(  # type: ignore[no-untyped-def]
-    arrays,
-    slot,
-    num_running,
-    request,
-    prompt,
-    generated,
-    output_est,
-    now,
-    block_size,
-    retracted,
-):
-    """Admit a request into a free slot; returns the tokens it adds to the prefill backlog, or -1 if it does not fit."""
-    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
+def _admit_leading(arrays, candidates, output_est, max_tokens, look_ahead, reserve, now, block_size):  # type: ignore[no-untyped-def]
+    """See `Scheduler.admit`."""
+    table, counters = _requests(arrays), arrays.counters
+    for i in range(len(candidates)):
+        if counters[BACKLOG] + counters[NUM_RUNNING] >= max_tokens:
+            return i
+        request = candidates[i]
+        if table.state[request] == WAITING and not _admit(
+            arrays, request, output_est[request], look_ahead, reserve, now, block_size
+        ):
+            return i
+    return len(candidates)
+
+
+@numba.njit(cache=True, nogil=True)
+def _admit(arrays, request, output_est, look_ahead, reserve, now, block_size):  # type: ignore[no-untyped-def]
+    """Admit a request if it fits."""
+    kv, seqs, table = kv_cache.kv_view(arrays.kv), _sequences(arrays), _requests(arrays)
+    num_running = arrays.counters[NUM_RUNNING]
+    if num_running == len(seqs.running):
+        return False
+    prompt, generated = table.prompt[request], table.generated[request]
     num_tokens = prompt + generated
     limit = (prompt - 1) // block_size
     private = -(-num_tokens // block_size) - limit
     pinned = kv.counts[PINNED] + kv_cache.blocks_to_pin(kv, request)
     num_blocks = kv.counts[NUM_BLOCKS]
     if pinned + kv.counts[PRIVATE] + private > num_blocks:
-        return -1
+        return False
     left = output_est - generated
     if left < 1.0:
         left = max(1.0, (OVERRUN_FACTOR - 1.0) * generated)
-    if num_running > 0:
+    if look_ahead and num_running > 0:
         until = now + np.int64(np.ceil(left))
         if (
             _projected_peak(arrays.projection, private * block_size, until, now)
-            > (num_blocks - pinned) * block_size
+            > (num_blocks - pinned) * block_size - reserve
         ):
-            return -1
+            return False
+    slot = seqs.free_slots[num_running]
     seqs.running[num_running] = slot
     seqs.request[slot] = request
     seqs.prompt[slot] = prompt
@@ -503,14 +542,20 @@ def _admit(  # type: ignore[no-untyped-def]
     seqs.private_length[slot] = 0
     seqs.private_committed[slot] = private
     kv.counts[PRIVATE] += private
-    seqs.recomputes[slot] = retracted
+    seqs.recomputes[slot] = table.retracted[request]
+    table.state[request] = RUNNING
+    arrays.counters[NUM_RUNNING] += 1
     _start_projection(seqs, arrays.projection, slot, left, now, block_size)
-    return _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
+    arrays.counters[BACKLOG] += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
+    return True
 
 
 @numba.njit(cache=True, nogil=True)
-def _release_slot(arrays, slot, num_running, finished, free_when_unused, now):  # type: ignore[no-untyped-def]
-    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
+def _release(arrays, slot, finished, free_when_unused, now):  # type: ignore[no-untyped-def]
+    """Take a sequence out of its slot."""
+    kv, seqs, table = kv_cache.kv_view(arrays.kv), _sequences(arrays), _requests(arrays)
+    num_running = arrays.counters[NUM_RUNNING]
+    table.state[seqs.request[slot]] = FINISHED if finished else WAITING
     kv_cache.free_chain(kv, seqs.private_head[slot], seqs.private_tail[slot], seqs.private_length[slot])
     kv.counts[PRIVATE] -= seqs.private_committed[slot]
     kv_cache.release_path(kv, seqs.path[slot], seqs.path_length[slot], finished, free_when_unused)
@@ -523,6 +568,8 @@ def _release_slot(arrays, slot, num_running, finished, free_when_unused, now):  
         if seqs.running[i] != slot:
             seqs.running[kept] = seqs.running[i]
             kept += 1
+    seqs.free_slots[kept] = slot
+    arrays.counters[NUM_RUNNING] = kept
 
 
 @numba.njit(cache=True, nogil=True)
@@ -538,24 +585,29 @@ def _uncomputed(kv, seqs, counted, slot, now, block_size):  # type: ignore[no-un
     return tokens
 
 
-@numba.njit(cache=True, nogil=True)
-def _count_backlog(arrays, num_running, now, block_size):  # type: ignore[no-untyped-def]
-    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
-    backlog = 0
-    for i in range(num_running):
-        slot = seqs.running[i]
-        if seqs.num_computed[slot] < seqs.num_tokens[slot] - 1:
-            backlog += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
-    return backlog
-
-
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
 @numba.njit(cache=True, nogil=True)
-def _commit_decodes(arrays, num_running, block_size):  # type: ignore[no-untyped-def]
+def _begin_step(arrays, now, block_size):  # type: ignore[no-untyped-def]
+    """Make room for the next tokens of decoding sequences and count what the others have to compute; False: no room."""
+    if not _commit_decodes(arrays, block_size):
+        return False
+    kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
+    backlog = 0
+    for i in range(arrays.counters[NUM_RUNNING]):
+        slot = seqs.running[i]
+        if seqs.num_computed[slot] < seqs.num_tokens[slot] - 1:
+            backlog += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
+    arrays.counters[BACKLOG] = backlog
+    return True
+
+
+@numba.njit(cache=True, nogil=True)
+def _commit_decodes(arrays, block_size):  # type: ignore[no-untyped-def]
     """Commit blocks for the next token of every decoding sequence; if they do not fit, change nothing: False."""
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
+    num_running = arrays.counters[NUM_RUNNING]
     growth = 0
     for commit in (False, True):
         if commit:
@@ -659,14 +711,15 @@ def _chunk_end(kv, seqs, slot, end, block_size):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _form_batch(arrays, num_running, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
+def _form_batch(arrays, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
     """Hand out `target` tokens: one to every decoding sequence first, the rest to prefills in order of admission.
 
     Writes the batch's columns (slot, request, num_computed, num_tokens) and `samples`; returns the number of rows and
     the batch's totals.
     """
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
-    block_tables, num_cached = arrays.block_tables, arrays.num_cached
+    block_tables, num_cached = arrays.block_tables, _requests(arrays).num_cached
+    num_running = arrays.counters[NUM_RUNNING]
     budget = target
     rows = 0
     num_decode = 0
@@ -714,21 +767,33 @@ def _form_batch(arrays, num_running, target, block_size, columns, samples):  # t
 
 
 @numba.njit(cache=True, nogil=True)
-def _advance_all(arrays, slots, num_tokens, samples, finished, now, block_size):  # type: ignore[no-untyped-def]
-    """Move every surviving row's counters on and correct its memory projection where it proved wrong."""
-    seqs, projection = _sequences(arrays), arrays.projection
-    bucket = now // BUCKET_STEPS
+def _update(arrays, slots, num_tokens, samples, finished, free_when_unused, now, block_size):  # type: ignore[no-untyped-def]
+    """Release what has finished, move the counters of the rest on.
+
+    Returns how many have finished, and [3, num_rows] whose leading columns tell their request, output tokens and prompt
+    tokens found in the cache.
+    """
+    seqs, table, projection = _sequences(arrays), _requests(arrays), arrays.projection
     if now % BUCKET_STEPS == 0:  # the bucket just left becomes the farthest one
-        projection[(bucket - 1) % len(projection)] = 0.0
+        projection[(now // BUCKET_STEPS - 1) % len(projection)] = 0.0
+    done = np.empty((3, len(slots)), np.int32)
+    num_done = 0
     for row in range(len(slots)):
-        if finished[row]:
-            continue
         slot = slots[row]
+        if finished[row]:
+            request = seqs.request[slot]
+            done[0, num_done] = request
+            done[1, num_done] = seqs.num_tokens[slot] - seqs.prompt[slot] + samples[row]
+            done[2, num_done] = table.num_cached[request]
+            num_done += 1
+            _release(arrays, slot, True, free_when_unused, now)
+            continue
         seqs.num_computed[slot] += num_tokens[row]
         if not samples[row]:
             continue
         seqs.num_tokens[slot] += 1
         generated = seqs.num_tokens[slot] - seqs.prompt[slot]
+        # Where the memory projection proved wrong, correct it.
         if num_tokens[row] > 1 or generated == 1:  # prefill has ended only now
             left = seqs.projected_until[slot] - seqs.projected_from[slot]
         elif now >= seqs.projected_until[slot]:
@@ -737,3 +802,4 @@ def _advance_all(arrays, slots, num_tokens, samples, finished, now, block_size):
             continue
         _stop_projection(seqs, projection, slot, now)
         _start_projection(seqs, projection, slot, left, now, block_size)
+    return num_done, done
