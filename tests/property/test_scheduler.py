@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.planner.plan import make_plan
 from blendserve.scheduling.batch import Batch
-from blendserve.scheduling.policies import POLICIES, Control, OrderedPolicy, make_policy
+from blendserve.scheduling.policies import POLICIES, make_policy
+from blendserve.scheduling.policy import Control, OrderedPolicy
 from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.workload import COST_MODEL, SmallJob, request_table, small_jobs
 

@@ -10,7 +10,7 @@ from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.errors import ConfigError
 from blendserve.models import ModelFiles, ModelSpec, check_supported
 from blendserve.request import RequestTable, StepOutput
-from blendserve.scheduling.policies import Policy
+from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
     from blendserve.planner.prefix_tree import Ints

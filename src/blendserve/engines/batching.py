@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blendserve.cost_model import CostModel, StepCost
 from blendserve.request import RequestTable, Result, StepOutput, StepStats
 from blendserve.scheduling.batch import Batch
-from blendserve.scheduling.policies import Policy
+from blendserve.scheduling.policy import Policy
 from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 

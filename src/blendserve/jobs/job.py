@@ -17,7 +17,7 @@ from blendserve.request import Completion, Failure, Result, StepStats
 
 if TYPE_CHECKING:
     from blendserve.engines import Engine
-    from blendserve.scheduling.policies import Policy
+    from blendserve.scheduling.policy import Policy
 
 
 @dataclass(slots=True)

@@ -15,9 +15,12 @@ from blendserve.planner.prefix_tree import Ints, PrefixTree
 Floats = NDArray[np.float64]
 
 SAMPLE_RATIO = 0.01
-MIN_SAMPLES_PER_SUBTREE = 4
-MIN_STRATA = 16
-"""subtrees that a job of any size samples on their own"""
+MIN_SAMPLES_PER_SUBTREE = 32
+MOST_SAMPLES_RATIO = 0.1
+"""of a subtree, whatever the least number says"""
+MIN_STRATUM = 8
+"""requests that a subtree must have to be sampled on its own"""
+MAX_STRATA = 64
 PRIOR_OUTPUT_TOKENS = 256.0
 """assumed for a request of which nothing is known but that it may run this long"""
 
@@ -120,49 +123,59 @@ def _shrunk_means(parent, count, total, squares):  # type: ignore[no-untyped-def
 
 def sample_requests(
     tree: PrefixTree,
-    max_tokens: Ints,
+    stratum: Ints,
     declared_tokens: Ints,
     *,
     ratio: float = SAMPLE_RATIO,
     min_per_subtree: int = MIN_SAMPLES_PER_SUBTREE,
     seed: int = 0,
 ) -> Ints:
-    """Requests to run first so that every large subtree is known early: `ratio` of each, at least `min_per_subtree`.
+    """Requests to run first so that every stratum is known early: `ratio` of each, at least `min_per_subtree`.
 
-    The strata are the subtrees at the first branching below the root, the largest first, as long as their minima add
-    up to no more than twice `ratio` of the job. What is left, and requests that share no prefix at all, is divided by
-    `max_tokens`, the only other thing that tells them apart. Requests of declared length are not sampled.
+    No more than a tenth of a stratum is sampled for the sake of the least number. Requests of declared length are not
+    sampled.
     """
     rng = np.random.default_rng(seed)
     unknown = declared_tokens[tree.requests] == 0
-    most = max(2 * ratio * int(unknown.sum()), MIN_STRATA * min_per_subtree)
-    stratum = _strata(tree, max_tokens, 2 * min_per_subtree, int(most / max(min_per_subtree, 1)))
+    by_leaf = stratum[tree.requests]
     shuffled = rng.permutation(np.flatnonzero(unknown))
-    by_stratum = shuffled[np.argsort(stratum[shuffled], kind="stable")]
-    _, start, size = np.unique(stratum[by_stratum], return_index=True, return_counts=True)
-    wanted = np.minimum(size, np.maximum(np.ceil(size * ratio).astype(np.int64), min_per_subtree))
+    by_stratum = shuffled[np.argsort(by_leaf[shuffled], kind="stable")]
+    _, start, size = np.unique(by_leaf[by_stratum], return_index=True, return_counts=True)
+    least = np.minimum(min_per_subtree, np.ceil(size * MOST_SAMPLES_RATIO))
+    wanted = np.minimum(size, np.maximum(np.ceil(size * ratio), least)).astype(np.int64)
     position = np.arange(len(by_stratum)) - np.repeat(start, size)
     chosen = by_stratum[position < np.repeat(wanted, size)]
     return np.asarray(tree.requests[rng.permutation(chosen)])
 
 
-def _strata(tree: PrefixTree, max_tokens: Ints, min_size: int, max_strata: int) -> NDArray[np.int64]:
-    """[num_leaves] label of the stratum of each leaf."""
-    # A prefix that nearly all requests share (one system prompt) tells nothing: start below it.
+def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
+    """[num_requests] which requests are taken to be of one kind as to their output lengths, numbered from 0.
+
+    The strata are the `MAX_STRATA` largest subtrees at the first branching below the root. Everything else is divided
+    by `max_tokens`, the only other thing that tells requests apart.
+    """
+    # A prefix that nearly all requests share (one system prompt) tells nothing: look below it as well.
     root = 0
+    tops: list[Ints] = []
     while True:
         children = np.flatnonzero(tree.parent == root)
         size = tree.end[children] - tree.first[children]
-        if len(children) == 0 or size.max() < 0.9 * (tree.end[root] - tree.first[root]):
+        dominant = len(children) > 0 and size.max() >= 0.9 * (tree.end[root] - tree.first[root])
+        if not dominant:
+            tops.append(children)
             break
         root = int(children[np.argmax(size)])
-    tops = np.flatnonzero(tree.parent == root)
-    size = tree.end[tops] - tree.first[tops]
-    largest = np.argsort(-size, kind="stable")[:max_strata]
-    tops = tops[largest[size[largest] >= min_size]]
+        tops.append(children[children != root])
+    found = np.concatenate(tops)
+    size = tree.end[found] - tree.first[found]
+    largest = np.argsort(-size, kind="stable")[:MAX_STRATA]
+    found = found[largest[size[largest] >= MIN_STRATUM]]
     stratum = -1 - max_tokens[tree.requests].astype(np.int64)
     owner = np.zeros(tree.num_leaves + 1, dtype=np.int64)
-    np.add.at(owner, tree.first[tops], tops)
-    np.add.at(owner, tree.end[tops], -tops)
+    np.add.at(owner, tree.first[found], found)
+    np.add.at(owner, tree.end[found], -found)
     inside = np.cumsum(owner)[:-1]
-    return np.where(inside > 0, inside, stratum)
+    label = np.where(inside > 0, inside, stratum)
+    by_request = np.empty(tree.num_leaves, dtype=np.int32)
+    by_request[tree.requests] = np.unique(label, return_inverse=True)[1]
+    return by_request

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel
 from blendserve.errors import PlanError
-from blendserve.planner.output_length import OutputLengthEstimator, sample_requests
+from blendserve.planner.output_length import (
+    MIN_SAMPLES_PER_SUBTREE,
+    OutputLengthEstimator,
+    find_strata,
+    sample_requests,
+)
 from blendserve.planner.prefix_tree import Ints, PrefixTree, PromptOrder
 from blendserve.planner.tree_order import LeafCosts, LeafOrder, OrderConfig, order_leaves
 from blendserve.request import RequestTable
@@ -33,7 +38,7 @@ class PlanConfig:
     order: OrderConfig = field(default_factory=OrderConfig)
     sample_ratio: float = 0.01
     """share of the requests that run first, to learn output lengths"""
-    min_samples_per_subtree: int = 4
+    min_samples_per_subtree: int = MIN_SAMPLES_PER_SUBTREE
     seed: int = 0
 
 
@@ -69,6 +74,8 @@ class Plan:
     prompt_tokens: Ints
     max_tokens: Ints
     declared_tokens: Ints
+    stratum: Ints
+    """[num_requests] requests of one number are of one kind as to their output lengths"""
     sampled: Ints
     """requests to run first, in this order"""
     output_tokens_est: Floats
@@ -110,6 +117,14 @@ class Plan:
         own = np.empty(self.num_requests, dtype=np.int32)
         own[self.tree.requests] = self.tree.length - self.tree.leaf_start
         return own
+
+    def prompt_share(self) -> Floats:
+        """[num_requests] prompt tokens to compute for each request if all that share a prefix bear equal parts of it."""
+        tree = self.tree
+        parts = tree.segment / np.maximum(tree.end - tree.first, 1)
+        share = np.empty(self.num_requests)
+        share[tree.requests] = tree.length - tree.leaf_start + tree.path_sums(parts)[tree.leaf_parent]
+        return share
 
     def compute_s(self) -> float:
         """Compute of the whole job with every shared prefix computed once, seconds."""
@@ -219,10 +234,11 @@ def _assemble(
     output_tokens_est: Floats | None,
 ) -> Plan:
     tree = PrefixTree.build(order, requests.prompt_tokens)
+    stratum = find_strata(tree, requests.max_tokens)
     if sampled is None:
         sampled = sample_requests(
             tree,
-            requests.max_tokens,
+            stratum,
             requests.declared_tokens,
             ratio=config.sample_ratio,
             min_per_subtree=config.min_samples_per_subtree,
@@ -239,6 +255,7 @@ def _assemble(
         prompt_tokens=requests.prompt_tokens,
         max_tokens=requests.max_tokens,
         declared_tokens=requests.declared_tokens,
+        stratum=stratum,
         sampled=sampled,
         output_tokens_est=output_tokens_est,
         leaf_order=order_leaves(tree, costs, config.order),

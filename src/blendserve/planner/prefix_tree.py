@@ -145,6 +145,13 @@ class PrefixTree:
         total = np.concatenate(([0.0], np.cumsum(values)))
         return np.asarray(total[self.end] - total[self.first])
 
+    def path_sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[num_nodes] sum over each node and its ancestors of `values` [num_nodes]."""
+        steps = np.zeros(self.num_nodes + 1)
+        steps[: self.num_nodes] = values
+        np.subtract.at(steps, self.next_sibling, values)  # pre-order: a node's value holds until its descendants end
+        return np.asarray(np.cumsum(steps)[: self.num_nodes])
+
     def node_sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """[num_nodes] sum over each node and its descendants of `values` [num_nodes]."""
         total = np.concatenate(([0.0], np.cumsum(values)))

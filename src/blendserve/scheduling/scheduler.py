@@ -32,12 +32,10 @@ from blendserve.scheduling.kv_cache import (
     KVArrays,
     KVState,
 )
-from blendserve.scheduling.policies import Floats, Policy
+from blendserve.scheduling.policy import OVERRUN_FACTOR, Floats, Policy
 
 BUCKET_STEPS = 16
 """resolution of the memory projection, steps"""
-OVERRUN_FACTOR = 1.5
-"""a sequence that outlives its estimate is expected to reach this multiple of its age"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +75,12 @@ class _Counter(IntEnum):
     NUM_RUNNING = 0
     BACKLOG = 1
     """tokens to compute before all running sequences decode"""
+    KV_READ = 2
+    """KV tokens that the next step's decodes attend to"""
 
 
 WAITING, RUNNING, FINISHED = int(_State.WAITING), int(_State.RUNNING), int(_State.FINISHED)
-NUM_RUNNING, BACKLOG = int(_Counter.NUM_RUNNING), int(_Counter.BACKLOG)
+NUM_RUNNING, BACKLOG, KV_READ = int(_Counter.NUM_RUNNING), int(_Counter.BACKLOG), int(_Counter.KV_READ)
 
 
 class _Sequences(NamedTuple):
@@ -167,7 +167,7 @@ def _requests(arrays):  # type: ignore[no-untyped-def]
 
 
 class Scheduler:
-    """Decides what each step computes. Implements `policies.Control`, through which the policy steers it.
+    """Decides what each step computes. Implements `policy.Control`, through which the policy steers it.
 
     Usage: `batch = schedule()`, run it, `update(batch, finished, duration_s)`, until `num_unfinished` is 0.
 
@@ -288,6 +288,11 @@ class Scheduler:
         return int(self._counters[BACKLOG])
 
     @property
+    def kv_tokens_to_read(self) -> int:
+        """KV tokens that the decodes of the next step attend to."""
+        return int(self._counters[KV_READ])
+
+    @property
     def running_requests(self) -> Ints:
         """[num_running] requests in order of admission."""
         return self._seqs.request[self._seqs.running[: self.num_running]]
@@ -299,7 +304,7 @@ class Scheduler:
         return self._seqs.num_tokens[slots] - self._seqs.prompt[slots]
 
     def admit(
-        self, requests: Ints, output_tokens_est: Floats, max_tokens: int, *, look_ahead: bool = True, reserve_tokens: int = 0
+        self, requests: Ints, output_tokens_est: Floats, max_tokens: int, *, look_ahead: bool = True
     ) -> int:
         """Admit requests in the given order until one does not fit or the next step has `max_tokens` tokens to compute.
 
@@ -326,7 +331,6 @@ class Scheduler:
                 output_tokens_est,
                 max_tokens,
                 look_ahead,
-                reserve_tokens,
                 self.step_index,
                 self.block_size,
             )
@@ -490,7 +494,7 @@ def _stop_projection(seqs, projection, slot, now):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True, nogil=True)
-def _admit_leading(arrays, candidates, output_est, max_tokens, look_ahead, reserve, now, block_size):  # type: ignore[no-untyped-def]
+def _admit_leading(arrays, candidates, output_est, max_tokens, look_ahead, now, block_size):  # type: ignore[no-untyped-def]
     """See `Scheduler.admit`."""
     table, counters = _requests(arrays), arrays.counters
     for i in range(len(candidates)):
@@ -498,14 +502,14 @@ def _admit_leading(arrays, candidates, output_est, max_tokens, look_ahead, reser
             return i
         request = candidates[i]
         if table.state[request] == WAITING and not _admit(
-            arrays, request, output_est[request], look_ahead, reserve, now, block_size
+            arrays, request, output_est[request], look_ahead, now, block_size
         ):
             return i
     return len(candidates)
 
 
 @numba.njit(cache=True, nogil=True)
-def _admit(arrays, request, output_est, look_ahead, reserve, now, block_size):  # type: ignore[no-untyped-def]
+def _admit(arrays, request, output_est, look_ahead, now, block_size):  # type: ignore[no-untyped-def]
     """Admit a request if it fits."""
     kv, seqs, table = kv_cache.kv_view(arrays.kv), _sequences(arrays), _requests(arrays)
     num_running = arrays.counters[NUM_RUNNING]
@@ -526,7 +530,7 @@ def _admit(arrays, request, output_est, look_ahead, reserve, now, block_size):  
         until = now + np.int64(np.ceil(left))
         if (
             _projected_peak(arrays.projection, private * block_size, until, now)
-            > (num_blocks - pinned) * block_size - reserve
+            > (num_blocks - pinned) * block_size
         ):
             return False
     slot = seqs.free_slots[num_running]
@@ -594,12 +598,15 @@ def _begin_step(arrays, now, block_size):  # type: ignore[no-untyped-def]
     if not _commit_decodes(arrays, block_size):
         return False
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
-    backlog = 0
+    backlog = kv_read = 0
     for i in range(arrays.counters[NUM_RUNNING]):
         slot = seqs.running[i]
         if seqs.num_computed[slot] < seqs.num_tokens[slot] - 1:
             backlog += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
+        else:
+            kv_read += seqs.num_tokens[slot]
     arrays.counters[BACKLOG] = backlog
+    arrays.counters[KV_READ] = kv_read
     return True
 
 

@@ -84,10 +84,10 @@ def test_a_common_system_prompt_does_not_hide_the_strata() -> None:
 
 
 def test_requests_without_prefix_are_divided_by_max_tokens() -> None:
-    prompts = [[i, i] for i in range(60)]
+    prompts = [[i, i] for i in range(90)]
     tree = tree_of(prompts)
-    cap = np.array([8] * 50 + [500] * 10, dtype=np.int32)
-    sampled = sample_requests(tree, cap, np.zeros(60, dtype=np.int32), ratio=0.01, min_per_subtree=4)
+    cap = np.array([8] * 50 + [500] * 40, dtype=np.int32)
+    sampled = sample_requests(tree, cap, np.zeros(90, dtype=np.int32), ratio=0.01, min_per_subtree=4)
     assert np.bincount((sampled >= 50).astype(int)).tolist() == [4, 4]
 
 

@@ -1,0 +1,392 @@
+"""The default policy: feedback on the KV actually read, instead of the paper's static division of memory.
+
+Requests are divided once. RIGHT are those less dense than the whole job: long outputs that read much KV. They are
+admitted, longest first, whenever their *expected* memory over time fits beside what LEFT needs. LEFT are the others:
+they supply each step with as many tokens to compute as balance the KV that the step reads. Every quantity is measured
+again as the job goes on; see docs/policy.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from blendserve.planner.length_curves import CurveTables, LengthCurves, age_index
+from blendserve.planner.plan import Plan
+from blendserve.planner.prefix_tree import Ints
+from blendserve.scheduling.policy import Control, Floats, Policy
+
+LEFT_CHUNKS = 8
+"""parts of LEFT that are worked through side by side, so that the mix of LEFT stays the same"""
+LOOK_AHEAD = 64
+"""candidates of LEFT offered for admission at once"""
+PROJECT_EVERY = 16
+"""steps between two projections of memory"""
+BALANCE_EVERY = 64
+"""steps between two looks at the work that remains"""
+CURVES_EVERY = 256
+"""steps between two fits of the length curves"""
+RESERVE_FACTOR = 1.2
+"""memory kept for LEFT, over what Little's law gives it on average"""
+RESERVE_DEVIATIONS = 0.5
+"""and so many standard deviations of the memory that RIGHT takes"""
+MIN_STEP_TOKENS = 256
+YOUNGEST_VICTIM = 256
+"""tokens that a request must have generated before it is retracted for LEFT's sake"""
+MAX_RECOMPUTE_RATIO = 0.02
+"""tokens that may be computed again for LEFT's sake, of all computed so far"""
+LEFT, RIGHT = 0, 1
+
+
+class _Table(NamedTuple):
+    """What compiled code reads about requests; all [num_requests]."""
+
+    own: Ints
+    """prompt tokens that no other request has"""
+    declared: Ints
+    """output tokens where known, else 0"""
+    group: Ints
+    """class for the length curves"""
+    right: Ints
+    """1 if the request is RIGHT"""
+
+
+class Blend(Policy):
+    """See the module."""
+
+    name = "blend"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        own = plan.own_prompt_tokens()
+        self._table = _Table(
+            own=own,
+            declared=plan.declared_tokens.astype(np.int32),
+            group=plan.stratum,
+            right=np.zeros(plan.num_requests, dtype=np.int32),
+        )
+        num_groups = int(plan.stratum.max(initial=0)) + 1
+        caps = np.ones(num_groups, dtype=np.int32)
+        np.maximum.at(caps, plan.stratum, plan.max_tokens)
+        self._curves = LengthCurves(caps)
+        if plan.sampled_output_tokens is not None:
+            self._curves.finished(plan.stratum[plan.sampled], plan.sampled_output_tokens)
+        nobody = np.empty(0, dtype=np.int32)
+        self._curves.refresh(nobody, nobody)
+        self._prompt_share = plan.prompt_share()
+        self._waits = np.ones(plan.num_requests, dtype=np.bool_)
+        self._sums = np.zeros((2, num_groups, 8))
+        self._projection = np.zeros(len(self._curves.tables.points))
+        self._sequential = plan.cost_model.hardware.overlap.kind == "sum"
+        self._granularity = plan.cost_model.hardware.token_granularity
+        self._tokens_per_read = 0.0
+        self._reserve = 0.0
+        self._carry = 0.0
+        self._capacity = 0
+        self._num_computed = 0.0
+        self._num_recomputed = 0.0
+        self._try_right = True
+        self._divide(plan)
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def _divide(self, plan: Plan) -> None:
+        """Divide what waits into LEFT and RIGHT and put both in order."""
+        order = plan.leaf_order
+        waits = self._waits[order.requests]
+        requests, density = order.requests[waits], order.density[waits]
+        is_right = density < plan.density()
+        self._table.right[requests] = is_right
+        sampled = np.zeros(plan.num_requests, dtype=np.bool_)
+        sampled[plan.sampled] = True
+        right = requests[is_right]
+        expected = np.where(
+            self._table.declared[right] > 0, self._table.declared[right], self.output_tokens_est[right]
+        )
+        self._right = right[np.lexsort((-expected, ~sampled[right]))].astype(np.int32)
+        self._next_right = np.arange(len(right) + 1, dtype=np.int32)
+        self._left = self._interleaved(requests[~is_right], sampled)
+        self._retracted = self._first
+        self._first = np.empty(0, dtype=np.int32)
+        for side, members in ((LEFT, self._left), (RIGHT, self._right)):
+            self._sums[side] = 0.0
+            self._count(side, members, 1.0)
+        self._try_right = True
+
+    def _interleaved(self, requests: Ints, sampled: np.ndarray) -> Ints:
+        """LEFT in `LEFT_CHUNKS` parts of equal work, merged by progress; samples first."""
+        work = self._prompt_share[requests] + self.output_tokens_est[requests]
+        done = np.cumsum(work) / max(work.sum(), 1.0) * LEFT_CHUNKS
+        progress = done - np.floor(np.minimum(done, LEFT_CHUNKS - 1e-9))
+        return np.asarray(requests[np.lexsort((progress, ~sampled[requests]))])
+
+    def _estimates_changed(self) -> None:
+        self._divide(self.plan.reordered(self.output_tokens_est))
+
+    def _count(self, side: int, requests: Ints, sign: float) -> None:
+        """Add requests to (or take them from) the sums over what waits; see `_expected`."""
+        group, declared = self._table.group[requests], self._table.declared[requests].astype(np.float64)
+        unknown = declared == 0
+        prompt = self.plan.prompt_tokens[requests].astype(np.float64)
+        own = self._table.own[requests].astype(np.float64)
+        columns = (
+            self._prompt_share[requests],
+            unknown,
+            prompt * unknown,
+            own * unknown,
+            declared,
+            declared * prompt + declared**2 / 2,
+            declared * own + declared**2 / 2,
+            np.ones(len(requests)),
+        )
+        for index, column in enumerate(columns):
+            np.add.at(self._sums[side, :, index], group, sign * column)
+
+    def _expected(self, side: int) -> tuple[float, float, float]:
+        """Of what waits on a side: tokens to compute, KV tokens to read, private KV tokens held, added over steps."""
+        tables = self._curves.tables
+        mean, square = tables.left[:, 0], tables.left_squared[:, 0]
+        share, count, prompt, own, tokens, reads, held, _ = self._sums[side].T
+        return (
+            float((share + count * mean + tokens).sum()),
+            float((prompt * mean + count * square / 2 + reads).sum()),
+            float((own * mean + count * square / 2 + held).sum()),
+        )
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def start(self, control: Control) -> None:
+        """Learn the memory."""
+        self._capacity = control.kv_capacity_tokens
+
+    def step(self, control: Control) -> int:
+        """Admit, and set the step's tokens so that computing them takes its share of the time reading KV takes."""
+        step = control.step_index
+        if step % CURVES_EVERY == 0 and step > 0:
+            requests = control.running_requests
+            self._curves.refresh(self._table.group[requests], control.running_output_tokens)
+        if step % BALANCE_EVERY == 0:
+            self._balance(control)
+        if step % PROJECT_EVERY == 0:
+            self._project(control)
+        target = self._target(control)
+        if self._try_right:
+            self._admit_right(control)
+        if len(self._left) and control.num_running + control.prefill_backlog < target:
+            ahead = self._left[:LOOK_AHEAD]
+            settled = control.admit(ahead, self.output_tokens_est, target, look_ahead=False)
+            self._left = self._left[settled:]
+            self._admitted(LEFT, ahead[:settled])
+            if settled < len(ahead) and control.num_running + control.prefill_backlog < target:
+                self._make_room(control, target)
+        if control.num_running == 0:
+            self._admit_anything(control)
+        self._num_computed += target
+        return target
+
+    def _target(self, control: Control) -> int:
+        most = control.max_num_batched_tokens
+        if self._sequential or len(self._left) == 0 or self._tokens_per_read == 0.0:
+            return most
+        wanted = self._tokens_per_read * control.kv_tokens_to_read + self._carry
+        target = int(wanted // self._granularity) * self._granularity
+        target = min(max(target, MIN_STEP_TOKENS, control.num_running + 1), most)
+        self._carry = min(max(wanted - target, -float(most)), float(self._granularity))
+        return target
+
+    def _balance(self, control: Control) -> None:
+        """From the work that remains: tokens to compute per KV token read, and the memory LEFT needs for that."""
+        tables = self._curves.tables
+        left, right = self._expected(LEFT), self._expected(RIGHT)
+        running, generated = control.running_requests, control.running_output_tokens
+        tokens, reads = _remaining(running, generated, self.plan.prompt_tokens, self._table, tables)
+        tokens += left[0] + right[0] + control.prefill_backlog
+        reads += left[1] + right[1]
+        self._tokens_per_read = tokens / max(reads, 1.0)
+        held_per_token = left[2] / max(left[0], 1.0)
+        step_tokens = min(self._tokens_per_read * self._capacity, float(control.max_num_batched_tokens))
+        need = RESERVE_FACTOR * step_tokens * held_per_token
+        count = self._sums[RIGHT, :, 7].sum()
+        size = right[2] / max(right[0], 1.0) if count else 0.0
+        need += RESERVE_DEVIATIONS * np.sqrt(max(self._capacity - need, 0.0) * size) + step_tokens
+        self._reserve = min(need, 0.9 * self._capacity) if len(self._left) else 0.0
+
+    # -- RIGHT ---------------------------------------------------------------------------------------------------
+
+    def _project(self, control: Control) -> None:
+        """Expected memory of the running RIGHT requests over the steps to come."""
+        private = _project(
+            control.running_requests,
+            control.running_output_tokens,
+            self._table,
+            self._curves.tables,
+            self._projection,
+        )
+        self._shared = max(control.kv_committed_tokens - private, 0)
+        self._try_right = True
+
+    def _admit_right(self, control: Control) -> None:
+        most = control.max_num_batched_tokens
+        while control.prefill_backlog < 2 * most:
+            room = self._capacity - self._reserve - self._shared
+            if len(self._retracted):
+                if not self._fits(self._retracted[0], room):
+                    break
+                ahead = self._retracted[:1]
+            else:
+                index = _longest_that_fits(
+                    self._right, self._next_right, self._projection, room, self._table, self._curves.tables
+                )
+                if index < 0:
+                    break
+                ahead = self._right[index : index + 1]
+            if control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False) == 0:
+                return
+            _add(self._projection, ahead[0], 0, 1.0, self._table, self._curves.tables)
+            if len(self._retracted):
+                self._retracted = self._retracted[1:]
+            else:
+                self._next_right[index] = index + 1
+            self._admitted(RIGHT, ahead)
+        self._try_right = False
+
+    def _fits(self, request: int, room: float) -> bool:
+        return bool(_peak(self._projection, request, self._table, self._curves.tables) <= room)
+
+    def _make_room(self, control: Control, target: int) -> None:
+        """LEFT is starved by RIGHT: retract the youngest RIGHT requests, within bounds."""
+        wanted = target - control.num_running - control.prefill_backlog
+        running, generated = control.running_requests, control.running_output_tokens
+        old_enough = (self._table.right[running] > 0) & (generated >= YOUNGEST_VICTIM)
+        for index in np.flatnonzero(old_enough)[np.argsort(generated[old_enough], kind="stable")].tolist():
+            cost = float(self._table.own[running[index]] + generated[index])
+            if wanted <= 0 or self._num_recomputed + cost > MAX_RECOMPUTE_RATIO * self._num_computed:
+                break
+            request = int(running[index])
+            control.retract(request)
+            self.retracted(request)
+            self._num_recomputed += cost
+            wanted -= int(cost)
+
+    def _admit_anything(self, control: Control) -> None:
+        """Nothing runs, so whatever is next in line must be able to."""
+        for waiting in (self._retracted, self._right[self._next_right[:-1] == np.arange(len(self._right))], self._left):
+            settled = control.admit(waiting[:1], self.output_tokens_est, 1 << 30, look_ahead=False)
+            if control.num_running:
+                self._admitted(int(self._table.right[waiting[0]]), waiting[:settled])
+                if waiting is self._retracted:
+                    self._retracted = waiting[1:]
+                elif waiting is self._left:
+                    self._left = waiting[1:]
+                return
+
+    def _admitted(self, side: int, requests: Ints) -> None:
+        new = requests[self._waits[requests]]
+        self._waits[new] = False
+        self._count(side, new, -1.0)
+
+    def finished(self, requests: Ints, output_tokens: Ints) -> None:
+        """Learn from finished requests; memory has become free."""
+        self._curves.finished(self._table.group[requests], output_tokens)
+        super().finished(requests, output_tokens)
+
+    def retracted(self, request: int) -> None:
+        """Wait again, first among RIGHT."""
+        self._waits[request] = True
+        self._count(RIGHT, np.array([request], dtype=np.int32), 1.0)
+        self._retracted = np.concatenate((np.array([request], dtype=np.int32), self._retracted))
+
+
+@numba.njit(cache=True, nogil=True)
+def _remaining(running, generated, prompt_tokens, table, tables):  # type: ignore[no-untyped-def]
+    """Tokens that running requests still generate, and KV tokens they read meanwhile."""
+    tokens = reads = 0.0
+    for i in range(len(running)):
+        request = running[i]
+        size = float(prompt_tokens[request] + generated[i])
+        if table.declared[request] > 0:
+            left = float(max(table.declared[request] - generated[i], 1))
+            square = left * left
+        else:
+            age = min(age_index(generated[i]), tables.left.shape[1] - 1)
+            left, square = tables.left[table.group[request], age], tables.left_squared[table.group[request], age]
+        tokens += left
+        reads += size * left + square / 2.0
+    return tokens, reads
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(projection, request, generated, sign, table, tables):  # type: ignore[no-untyped-def]
+    """Add a request's expected private memory to a projection, which counts the most of every interval ahead."""
+    points = tables.points
+    size = float(table.own[request] + generated)
+    declared = table.declared[request]
+    if declared > 0:
+        left = float(max(declared - generated, 1))
+        for i in range(len(points)):
+            if points[i] >= left:
+                break
+            end = points[i + 1] if i + 1 < len(points) else left
+            projection[i] += sign * (size + min(end, left))
+        return
+    age = min(age_index(generated), tables.alive.shape[1] - 1)
+    alive = tables.alive[table.group[request], age]
+    for i in range(len(points)):
+        projection[i] += sign * alive[i] * (size + points[i])
+
+
+@numba.njit(cache=True, nogil=True)
+def _peak(projection, request, table, tables):  # type: ignore[no-untyped-def]
+    """Most expected memory at any time if a request is admitted now."""
+    with_it = projection.copy()
+    _add(with_it, request, 0, 1.0, table, tables)
+    return with_it.max()
+
+
+@numba.njit(cache=True, nogil=True)
+def _project(running, generated, table, tables, projection):  # type: ignore[no-untyped-def]
+    """Write the projection of running RIGHT requests; returns the private tokens that all running requests hold."""
+    projection[:] = 0.0
+    private = 0
+    for i in range(len(running)):
+        private += table.own[running[i]] + generated[i]
+        if table.right[running[i]]:
+            _add(projection, running[i], generated[i], 1.0, table, tables)
+    return private
+
+
+@numba.njit(cache=True, nogil=True)
+def _find(next_waiting, index):  # type: ignore[no-untyped-def]
+    """First index from `index` on that still waits (union-find with path halving)."""
+    while next_waiting[index] != index:
+        next_waiting[index] = next_waiting[next_waiting[index]]
+        index = next_waiting[index]
+    return index
+
+
+@numba.njit(cache=True, nogil=True)
+def _longest_that_fits(waiting, next_waiting, projection, room, table, tables):  # type: ignore[no-untyped-def]
+    """Index of the first of `waiting`, which descends in expected output, whose admission keeps within `room`; or -1."""
+    count = len(waiting)
+    low, high = _find(next_waiting, 0), count
+    if low == count:
+        return -1
+    if _peak(projection, waiting[low], table, tables) <= room:
+        return low
+    while low + 1 < high:  # low does not fit; high does, or is the end
+        middle = _find(next_waiting, (low + high) // 2)
+        if middle >= high:
+            high = (low + high) // 2
+            if high <= low:
+                break
+            continue
+        if _peak(projection, waiting[middle], table, tables) <= room:
+            high = middle
+        else:
+            low = middle
+    high = _find(next_waiting, min(high, count))
+    if high < count and _peak(projection, waiting[high], table, tables) <= room:
+        return high
+    return -1
