@@ -125,6 +125,15 @@ class StepCost(NamedTuple):
     step_s: float
 
 
+class StepLines(NamedTuple):
+    """A step's time as straight lines: what does not depend on its size, and what each token adds. Seconds."""
+
+    compute_fixed_s: float
+    compute_s_per_token: float
+    memory_fixed_s: float
+    memory_s_per_read: float
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Costs of one model on one device.
@@ -207,6 +216,15 @@ class CostModel:
             self._step_attention_overhead_s + kv_tokens_read * self._kv_s_per_token if kv_tokens_read else 0.0
         )
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
+
+    def step_lines(self) -> StepLines:
+        """The step's time without padding, floor and prefill attention."""
+        return StepLines(
+            self._step_gemm_overhead_s,
+            self._gemm_s_per_token,
+            self._step_attention_overhead_s,
+            self._kv_s_per_token,
+        )
 
     def work_cost(
         self,

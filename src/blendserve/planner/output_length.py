@@ -19,7 +19,8 @@ MIN_SAMPLES_PER_SUBTREE = 32
 MOST_SAMPLES_RATIO = 0.1
 """of a subtree, whatever the least number says"""
 MIN_STRATUM = 8
-"""requests that a subtree must have to be sampled on its own"""
+MIN_STRATUM_RATIO = 5e-4
+"""requests, and share of the job's, that a subtree must have to be a stratum of its own"""
 MAX_STRATA = 64
 PRIOR_OUTPUT_TOKENS = 256.0
 """assumed for a request of which nothing is known but that it may run this long"""
@@ -151,7 +152,7 @@ def sample_requests(
 def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
     """[num_requests] which requests are taken to be of one kind as to their output lengths, numbered from 0.
 
-    The strata are the `MAX_STRATA` largest subtrees at the first branching below the root. Everything else is divided
+    The strata are the `MAX_STRATA` largest subtrees at the first branchings below the root. Everything else is divided
     by `max_tokens`, the only other thing that tells requests apart.
     """
     # A prefix that nearly all requests share (one system prompt) tells nothing: look below it as well.
@@ -169,7 +170,8 @@ def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
     found = np.concatenate(tops)
     size = tree.end[found] - tree.first[found]
     largest = np.argsort(-size, kind="stable")[:MAX_STRATA]
-    found = found[largest[size[largest] >= MIN_STRATUM]]
+    least = max(MIN_STRATUM, MIN_STRATUM_RATIO * tree.num_leaves)
+    found = found[largest[size[largest] >= least]]
     stratum = -1 - max_tokens[tree.requests].astype(np.int64)
     owner = np.zeros(tree.num_leaves + 1, dtype=np.int64)
     np.add.at(owner, tree.first[found], found)

@@ -32,7 +32,8 @@ RESERVE_FACTOR = 1.2
 """memory kept for LEFT, over what Little's law gives it on average"""
 RESERVE_DEVIATIONS = 0.5
 """and so many standard deviations of the memory that RIGHT takes"""
-MIN_STEP_TOKENS = 256
+MIN_STEP_TOKENS = 128
+"""tokens that a step computes at the least while LEFT has any"""
 YOUNGEST_VICTIM = 256
 """tokens that a request must have generated before it is retracted for LEFT's sake"""
 MAX_RECOMPUTE_RATIO = 0.02
@@ -79,9 +80,14 @@ class Blend(Policy):
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 8))
         self._projection = np.zeros(len(self._curves.tables.points))
+        self._alive = np.zeros(len(self._curves.tables.points))
+        self._known = np.zeros(plan.num_requests, dtype=np.bool_)
+        if plan.sampled_output_tokens is not None:
+            self._known[plan.sampled] = True
+        self._lines = plan.cost_model.step_lines()
         self._sequential = plan.cost_model.hardware.overlap.kind == "sum"
         self._granularity = plan.cost_model.hardware.token_granularity
-        self._tokens_per_read = 0.0
+        self._ratio = 1.0
         self._reserve = 0.0
         self._carry = 0.0
         self._capacity = 0
@@ -188,9 +194,9 @@ class Blend(Policy):
 
     def _target(self, control: Control) -> int:
         most = control.max_num_batched_tokens
-        if self._sequential or len(self._left) == 0 or self._tokens_per_read == 0.0:
+        if self._sequential or len(self._left) == 0:
             return most
-        wanted = self._tokens_per_read * control.kv_tokens_to_read + self._carry
+        wanted = _tokens_for(self._ratio, float(control.kv_tokens_to_read), self._lines) + self._carry
         target = int(wanted // self._granularity) * self._granularity
         target = min(max(target, MIN_STEP_TOKENS, control.num_running + 1), most)
         self._carry = min(max(wanted - target, -float(most)), float(self._granularity))
@@ -204,14 +210,26 @@ class Blend(Policy):
         tokens, reads = _remaining(running, generated, self.plan.prompt_tokens, self._table, tables)
         tokens += left[0] + right[0] + control.prefill_backlog
         reads += left[1] + right[1]
-        self._tokens_per_read = tokens / max(reads, 1.0)
+        memory = self._capacity - self._reserve
+        ratio = _level(tokens, reads, memory, self._projection, self._alive, tables.points, self._lines)
+        self._ratio = _towards_one(ratio, self._uncertainty(left[1] + right[1]))
         held_per_token = left[2] / max(left[0], 1.0)
-        step_tokens = min(self._tokens_per_read * self._capacity, float(control.max_num_batched_tokens))
+        step_tokens = _tokens_for(self._ratio, float(self._capacity), self._lines)
+        step_tokens = min(max(step_tokens, MIN_STEP_TOKENS), control.max_num_batched_tokens)
         need = RESERVE_FACTOR * step_tokens * held_per_token
         count = self._sums[RIGHT, :, 7].sum()
         size = right[2] / max(right[0], 1.0) if count else 0.0
         need += RESERVE_DEVIATIONS * np.sqrt(max(self._capacity - need, 0.0) * size) + step_tokens
         self._reserve = min(need, 0.9 * self._capacity) if len(self._left) else 0.0
+
+    def _uncertainty(self, reads: float) -> float:
+        """Relative standard error of the KV reads still to come, from how many lengths each class has shown."""
+        tables = self._curves.tables
+        mean, square = tables.left[:, 0], tables.left_squared[:, 0]
+        by_class = (self._sums[:, :, 2].sum(axis=0) * mean) + self._sums[:, :, 1].sum(axis=0) * square / 2
+        variation = np.sqrt(np.maximum(square / mean**2 - 1.0, 0.0))
+        error = np.minimum(2.0 * variation / np.sqrt(np.maximum(self._curves.num_finished, 1)), 1.0)
+        return float((by_class * error).sum() / max(reads, 1.0))
 
     # -- RIGHT ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +241,7 @@ class Blend(Policy):
             self._table,
             self._curves.tables,
             self._projection,
+            self._alive,
         )
         self._shared = max(control.kv_committed_tokens - private, 0)
         self._try_right = True
@@ -244,7 +263,7 @@ class Blend(Policy):
                 ahead = self._right[index : index + 1]
             if control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False) == 0:
                 return
-            _add(self._projection, ahead[0], 0, 1.0, self._table, self._curves.tables)
+            _add(self._projection, self._alive, ahead[0], 0, self._table, self._curves.tables)
             if len(self._retracted):
                 self._retracted = self._retracted[1:]
             else:
@@ -289,7 +308,8 @@ class Blend(Policy):
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Learn from finished requests; memory has become free."""
-        self._curves.finished(self._table.group[requests], output_tokens)
+        new = ~self._known[requests]
+        self._curves.finished(self._table.group[requests[new]], output_tokens[new])
         super().finished(requests, output_tokens)
 
     def retracted(self, request: int) -> None:
@@ -318,8 +338,8 @@ def _remaining(running, generated, prompt_tokens, table, tables):  # type: ignor
 
 
 @numba.njit(cache=True, nogil=True)
-def _add(projection, request, generated, sign, table, tables):  # type: ignore[no-untyped-def]
-    """Add a request's expected private memory to a projection, which counts the most of every interval ahead."""
+def _add(projection, alive, request, generated, table, tables):  # type: ignore[no-untyped-def]
+    """Add a request to the expected private memory, the most in every interval ahead, and to the number alive."""
     points = tables.points
     size = float(table.own[request] + generated)
     declared = table.declared[request]
@@ -329,32 +349,81 @@ def _add(projection, request, generated, sign, table, tables):  # type: ignore[n
             if points[i] >= left:
                 break
             end = points[i + 1] if i + 1 < len(points) else left
-            projection[i] += sign * (size + min(end, left))
+            projection[i] += size + min(end, left)
+            alive[i] += 1.0
         return
     age = min(age_index(generated), tables.alive.shape[1] - 1)
-    alive = tables.alive[table.group[request], age]
+    still = tables.alive[table.group[request], age]
     for i in range(len(points)):
-        projection[i] += sign * alive[i] * (size + points[i])
+        projection[i] += still[i] * (size + points[i])
+        alive[i] += still[i]
 
 
 @numba.njit(cache=True, nogil=True)
 def _peak(projection, request, table, tables):  # type: ignore[no-untyped-def]
     """Most expected memory at any time if a request is admitted now."""
     with_it = projection.copy()
-    _add(with_it, request, 0, 1.0, table, tables)
+    _add(with_it, np.zeros(len(projection)), request, 0, table, tables)
     return with_it.max()
 
 
 @numba.njit(cache=True, nogil=True)
-def _project(running, generated, table, tables, projection):  # type: ignore[no-untyped-def]
+def _project(running, generated, table, tables, projection, alive):  # type: ignore[no-untyped-def]
     """Write the projection of running RIGHT requests; returns the private tokens that all running requests hold."""
     projection[:] = 0.0
+    alive[:] = 0.0
     private = 0
     for i in range(len(running)):
         private += table.own[running[i]] + generated[i]
         if table.right[running[i]]:
-            _add(projection, running[i], generated[i], 1.0, table, tables)
+            _add(projection, alive, running[i], generated[i], table, tables)
     return private
+
+
+def _towards_one(ratio: float, error: float) -> float:
+    """A ratio moved towards 1 by its relative error, not beyond.
+
+    Where compute and memory balance, it is cheap to err on the side of the scarcer resource: what is left over at the
+    end then still hides behind it.
+    """
+    if ratio < 1.0:
+        return min(ratio * (1.0 + error), 1.0)
+    return max(ratio / (1.0 + error), 1.0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _tokens_for(ratio, reads, lines):  # type: ignore[no-untyped-def]
+    """Tokens whose computing takes `ratio` times as long as so many KV reads."""
+    memory_s = lines.memory_fixed_s + lines.memory_s_per_read * reads
+    return (ratio * memory_s - lines.compute_fixed_s) / lines.compute_s_per_token
+
+
+@numba.njit(cache=True, nogil=True)
+def _level(tokens, reads, memory, projection, alive, points, lines):  # type: ignore[no-untyped-def]
+    """The ratio of compute time to memory time at which tokens and reads come to an end together.
+
+    What remains is taken to be some steps with the memory full, then a run-down as that of what runs now. Every step,
+    however little it reads, can compute `MIN_STEP_TOKENS`; so the more of the run-down reads little, the fewer tokens
+    are left for the steps before. Water-filling by bisection.
+    """
+    run_down = 0.0
+    for i in range(len(points) - 1):
+        run_down += projection[i] * (points[i + 1] - points[i])
+    full_steps = max(reads - run_down, 0.0) / max(memory, 1.0)
+    low, high = 0.0, 100.0
+    for _ in range(24):
+        ratio = (low + high) / 2.0
+        supplied = full_steps * max(_tokens_for(ratio, memory, lines), MIN_STEP_TOKENS)
+        for i in range(len(points) - 1):
+            least = MIN_STEP_TOKENS * min(alive[i], 1.0)
+            supplied += max(_tokens_for(ratio, projection[i], lines), least) * (points[i + 1] - points[i]) * min(
+                alive[i], 1.0
+            )
+        if supplied > tokens:
+            high = ratio
+        else:
+            low = ratio
+    return high
 
 
 @numba.njit(cache=True, nogil=True)
