@@ -63,6 +63,8 @@ class Case:
     """disaggregated serving with so many replicas for prefill …"""
     decode_replicas: int = 0
     """… and so many for decode; both 0: not disaggregated"""
+    free_unused_prefixes: bool = True
+    """False: prefixes stay until LRU eviction, as in engines that do not know what is still to come"""
     with_series: bool = False
 
     @property
@@ -70,9 +72,8 @@ class Case:
         """What the paper calls this combination."""
         if self.prefill_replicas:
             return f"DistServe {self.prefill_replicas}P{self.decode_replicas}D"
-        if self.setting == "sequential":
-            return f"sequential {self.policy}"
-        return self.policy
+        name = self.policy if self.free_unused_prefixes else f"{self.policy}, LRU"
+        return f"sequential {name}" if self.setting == "sequential" else name
 
 
 def paper_hardware(model: ModelSpec, setting: Setting, tensor_parallel_size: int = 1) -> HardwareSpec:
@@ -97,14 +98,15 @@ def paper_hardware(model: ModelSpec, setting: Setting, tensor_parallel_size: int
 
 
 def _throughput(workloads: tuple[str, ...], **common: Any) -> list[Case]:
-    """What the end-to-end figures compare: sequential and overlapped dfs, random order, the dual scan."""
+    """What the end-to-end figures compare: sequential and overlapped dfs, random order, the dual scan, ours."""
     cases = []
     for workload in workloads:
         cases += [
             Case(workload, "dfs", setting="sequential", **common),
             Case(workload, "dfs", **common),
-            Case(workload, "random", **common),
+            Case(workload, "random", free_unused_prefixes=False, **common),
             Case(workload, "dual-scan", **common),
+            Case(workload, "blend", **common),
         ]
     return cases
 
@@ -119,14 +121,20 @@ def _figures() -> dict[str, list[Case]]:
     ]
     others = ("qwen-2.5-7b", "llama-2-7b")
     large = ("llama-3-70b", "qwen-2.5-72b", "deepseek-67b")
-    overlapped: tuple[PolicyName, ...] = ("dfs", "dual-scan")
+    overlapped: tuple[PolicyName, ...] = ("dfs", "dual-scan", "blend")
+    ordered: tuple[PolicyName, ...] = ("dfs", "random", "fcfs", "longest-first-dfs", "dual-scan", "blend")
     return {
         "fig7": [*_throughput(four), *disaggregated],
         "fig8": _throughput(four, model="llama-3-70b", tensor_parallel_size=8),
-        "fig9": [Case(w, p) for w in four for p in ("dfs", "random", "fcfs", "longest-first-dfs", "dual-scan")],
-        "fig10": [Case("trace1", policy, with_series=True) for policy in ("dfs", "random", "dual-scan")],
+        "fig9": [Case(w, p, free_unused_prefixes=kept) for w in four for p in ordered for kept in (True, False)],
+        "fig10": [Case("trace1", policy, with_series=True) for policy in ("dfs", "random", "dual-scan", "blend")],
         "fig11": [Case(w, p) for w in grid for p in overlapped],
-        "table3": [Case(w, "dual-scan", data_parallel_size=n) for w in four for n in (1, 2, 4, 8)],
+        "table3": [
+            Case(w, p, data_parallel_size=n)
+            for w in four
+            for p in ("dual-scan", "blend")
+            for n in (1, 2, 4, 8)
+        ],
         "fig12": [Case(w, p, model=m) for m in others for w in four for p in overlapped],
         "fig13": [
             Case(w, p, model=m, tensor_parallel_size=8) for m in large for w in four for p in overlapped
@@ -225,6 +233,7 @@ def _run_group(
                 case.policy,
                 plan.cost_model,
                 lengths=case.lengths,
+                free_unused_prefixes=case.free_unused_prefixes,
                 seed=seed,
                 with_series=case.with_series,
             )
@@ -333,8 +342,8 @@ TITLES = {
     "fig8": "Throughput by system, Llama-3-70B on eight A100s",
     "fig9": "Sharing kept by policy",
     "fig10": "Compute and memory over the run, Trace#1",
-    "fig11": "65 workloads: dual-scan over dfs, both overlapped",
-    "table3": "Data parallel scaling of dual-scan",
+    "fig11": "65 workloads: throughput over dfs, all overlapped",
+    "table3": "Data parallel scaling",
     "fig12": "Other models on one A100",
     "fig13": "Other models on eight A100s",
     "fig14": "Workloads with high output variance",
@@ -403,7 +412,7 @@ def sections(rows: dict[str, list[Row]]) -> list[Section]:
         ]
         figures: list[Any] = []
         if name == "fig11":
-            figures = [_gain_map(of_figure)]
+            figures = [_gain_map(of_figure, policy) for policy in ("dual-scan", "blend")]
         elif name == "table3":
             figures = [_scaling(of_figure)]
         elif name == "fig9":
@@ -431,24 +440,29 @@ def report_of(row: Row) -> SimulationReport:
     return SimulationReport(**known)
 
 
-def gains(rows: list[Row]) -> dict[str, float]:
-    """Throughput of dual-scan over overlapped dfs, by workload."""
+def gains(rows: list[Row], policy: str) -> dict[str, float]:
+    """Throughput of a policy over overlapped dfs, by workload."""
     return {
         row["workload"]: row["per_device_tokens_per_s"] / base
         for row in rows
-        if row["system"] == "dual-scan" and (base := _baseline(rows, row))
+        if row["system"] == policy and (base := _baseline(rows, row))
     }
 
 
-def _gain_map(rows: list[Row]) -> Any:
+def _gain_map(rows: list[Row], policy: str) -> Any:
     from blendserve import report
 
-    gain = gains(rows)
+    gain = gains(rows, policy)
     densities = sorted({density for density, _ in GRID})
     sharings = sorted({sharing for _, sharing in GRID})
     values = [[gain.get(f"grid-{d:g}-{s:g}", float("nan")) for d in densities] for s in sharings]
     return report.heat_map(
-        values, densities, sharings, title=TITLES["fig11"], x_title="density ρ", y_title="sharing ratio s"
+        values,
+        densities,
+        sharings,
+        title=f"{policy}: {TITLES['fig11']}",
+        x_title="density ρ",
+        y_title="sharing ratio s",
     )
 
 
@@ -457,5 +471,7 @@ def _scaling(rows: list[Row]) -> Any:
 
     series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        series.setdefault(row["workload"], []).append((row["data_parallel_size"], row["tokens_per_s"]))
+        series.setdefault(f"{row['workload']} {row['policy']}", []).append(
+            (row["data_parallel_size"], row["tokens_per_s"])
+        )
     return report.scaling_lines(series, TITLES["table3"], "replicas", "tokens/s")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart with any colour vision.
 POLICY_COLOURS = {
+    "blend": "#000000",
     "dual-scan": "#0072b2",
     "dfs": "#e69f00",
     "fcfs": "#56b4e9",

@@ -16,7 +16,7 @@ from blendserve.planner.plan import Plan, PlanConfig, make_plan
 from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.tokenizer import Tokenizer
 
-DEFAULT_POLICY: PolicyName = "dual-scan"
+DEFAULT_POLICY: PolicyName = "blend"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
     """
     # A prefix that nearly all requests share (one system prompt) tells nothing: look below it as well.
     root = 0
-    tops: list[Ints] = []
+    tops: list[NDArray[np.int64]] = []
     while True:
         children = np.flatnonzero(tree.parent == root)
         size = tree.end[children] - tree.first[children]

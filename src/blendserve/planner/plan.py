@@ -119,7 +119,7 @@ class Plan:
         return own
 
     def prompt_share(self) -> Floats:
-        """[num_requests] prompt tokens to compute for each request if all that share a prefix bear equal parts of it."""
+        """[num_requests] prompt tokens to compute for each request, shared ones divided among all that share them."""
         tree = self.tree
         parts = tree.segment / np.maximum(tree.end - tree.first, 1)
         share = np.empty(self.num_requests)

@@ -149,7 +149,9 @@ class PrefixTree:
         """[num_nodes] sum over each node and its ancestors of `values` [num_nodes]."""
         steps = np.zeros(self.num_nodes + 1)
         steps[: self.num_nodes] = values
-        np.subtract.at(steps, self.next_sibling, values)  # pre-order: a node's value holds until its descendants end
+        np.subtract.at(
+            steps, self.next_sibling, values
+        )  # pre-order: a node's value holds until its descendants end
         return np.asarray(np.cumsum(steps)[: self.num_nodes])
 
     def node_sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from blendserve.planner.length_curves import CurveTables, LengthCurves, age_index
+from blendserve.planner.length_curves import LengthCurves, age_index
 from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
-from blendserve.scheduling.policy import Control, Floats, Policy
+from blendserve.scheduling.policy import Control, Policy
 
 LEFT_CHUNKS = 8
 """parts of LEFT that are worked through side by side, so that the mix of LEFT stays the same"""
@@ -36,6 +36,8 @@ MIN_STEP_TOKENS = 128
 """tokens that a step computes at the least while LEFT has any"""
 YOUNGEST_VICTIM = 256
 """tokens that a request must have generated before it is retracted for LEFT's sake"""
+TAIL_CAUTION = 2.0
+"""requests that are taken to be alive at the end for every one that is expected to be"""
 MAX_RECOMPUTE_RATIO = 0.02
 """tokens that may be computed again for LEFT's sake, of all computed so far"""
 LEFT, RIGHT = 0, 1
@@ -52,6 +54,8 @@ class _Table(NamedTuple):
     """class for the length curves"""
     right: Ints
     """1 if the request is RIGHT"""
+    generated: Ints
+    """tokens that a waiting request had generated when it was retracted"""
 
 
 class Blend(Policy):
@@ -67,6 +71,7 @@ class Blend(Policy):
             declared=plan.declared_tokens.astype(np.int32),
             group=plan.stratum,
             right=np.zeros(plan.num_requests, dtype=np.int32),
+            generated=np.zeros(plan.num_requests, dtype=np.int32),
         )
         num_groups = int(plan.stratum.max(initial=0)) + 1
         caps = np.ones(num_groups, dtype=np.int32)
@@ -89,7 +94,6 @@ class Blend(Policy):
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
         self._reserve = 0.0
-        self._carry = 0.0
         self._capacity = 0
         self._num_computed = 0.0
         self._num_recomputed = 0.0
@@ -114,8 +118,7 @@ class Blend(Policy):
         self._right = right[np.lexsort((-expected, ~sampled[right]))].astype(np.int32)
         self._next_right = np.arange(len(right) + 1, dtype=np.int32)
         self._left = self._interleaved(requests[~is_right], sampled)
-        self._retracted = self._first
-        self._first = np.empty(0, dtype=np.int32)
+        self._retracted: Ints = np.empty(0, dtype=np.int32)
         for side, members in ((LEFT, self._left), (RIGHT, self._right)):
             self._sums[side] = 0.0
             self._count(side, members, 1.0)
@@ -182,10 +185,14 @@ class Blend(Policy):
             self._admit_right(control)
         if len(self._left) and control.num_running + control.prefill_backlog < target:
             ahead = self._left[:LOOK_AHEAD]
-            settled = control.admit(ahead, self.output_tokens_est, target, look_ahead=False)
+            settled = control.admit(ahead, self.output_tokens_est, target)
             self._left = self._left[settled:]
             self._admitted(LEFT, ahead[:settled])
-            if settled < len(ahead) and control.num_running + control.prefill_backlog < target:
+            if (
+                not self._sequential
+                and settled < len(ahead)
+                and control.num_running + control.prefill_backlog < target
+            ):
                 self._make_room(control, target)
         if control.num_running == 0:
             self._admit_anything(control)
@@ -196,11 +203,9 @@ class Blend(Policy):
         most = control.max_num_batched_tokens
         if self._sequential or len(self._left) == 0:
             return most
-        wanted = _tokens_for(self._ratio, float(control.kv_tokens_to_read), self._lines) + self._carry
-        target = int(wanted // self._granularity) * self._granularity
-        target = min(max(target, MIN_STEP_TOKENS, control.num_running + 1), most)
-        self._carry = min(max(wanted - target, -float(most)), float(self._granularity))
-        return target
+        wanted = _tokens_for(self._ratio, float(control.kv_tokens_to_read), self._lines)
+        target = round(wanted / self._granularity) * self._granularity
+        return int(min(max(target, MIN_STEP_TOKENS, control.num_running + 1), most))
 
     def _balance(self, control: Control) -> None:
         """From the work that remains: tokens to compute per KV token read, and the memory LEFT needs for that."""
@@ -263,7 +268,8 @@ class Blend(Policy):
                 ahead = self._right[index : index + 1]
             if control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False) == 0:
                 return
-            _add(self._projection, self._alive, ahead[0], 0, self._table, self._curves.tables)
+            generated = self._table.generated[ahead[0]]
+            _add(self._projection, self._alive, ahead[0], generated, self._table, self._curves.tables)
             if len(self._retracted):
                 self._retracted = self._retracted[1:]
             else:
@@ -285,21 +291,22 @@ class Blend(Policy):
                 break
             request = int(running[index])
             control.retract(request)
-            self.retracted(request)
+            self.retracted(request, int(generated[index]))
             self._num_recomputed += cost
             wanted -= int(cost)
 
     def _admit_anything(self, control: Control) -> None:
         """Nothing runs, so whatever is next in line must be able to."""
-        for waiting in (self._retracted, self._right[self._next_right[:-1] == np.arange(len(self._right))], self._left):
-            settled = control.admit(waiting[:1], self.output_tokens_est, 1 << 30, look_ahead=False)
-            if control.num_running:
-                self._admitted(int(self._table.right[waiting[0]]), waiting[:settled])
-                if waiting is self._retracted:
-                    self._retracted = waiting[1:]
-                elif waiting is self._left:
-                    self._left = waiting[1:]
-                return
+        index = _find(self._next_right, 0)
+        if len(self._retracted):
+            ahead, self._retracted = self._retracted[:1], self._retracted[1:]
+        elif index < len(self._right):
+            ahead = self._right[index : index + 1]
+            self._next_right[index] = index + 1
+        else:
+            ahead, self._left = self._left[:1], self._left[1:]
+        control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False)
+        self._admitted(int(self._table.right[ahead[0]]), ahead)
 
     def _admitted(self, side: int, requests: Ints) -> None:
         new = requests[self._waits[requests]]
@@ -312,11 +319,17 @@ class Blend(Policy):
         self._curves.finished(self._table.group[requests[new]], output_tokens[new])
         super().finished(requests, output_tokens)
 
-    def retracted(self, request: int) -> None:
-        """Wait again, first among RIGHT."""
+    def retracted(self, request: int, output_tokens: int) -> None:
+        """Wait again, first on its side."""
+        again = np.array([request], dtype=np.int32)
+        self._table.generated[request] = output_tokens
         self._waits[request] = True
-        self._count(RIGHT, np.array([request], dtype=np.int32), 1.0)
-        self._retracted = np.concatenate((np.array([request], dtype=np.int32), self._retracted))
+        if self._table.right[request]:
+            self._retracted = np.concatenate((again, self._retracted))
+            self._count(RIGHT, again, 1.0)
+        else:
+            self._left = np.concatenate((again, self._left))
+            self._count(LEFT, again, 1.0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -331,7 +344,10 @@ def _remaining(running, generated, prompt_tokens, table, tables):  # type: ignor
             square = left * left
         else:
             age = min(age_index(generated[i]), tables.left.shape[1] - 1)
-            left, square = tables.left[table.group[request], age], tables.left_squared[table.group[request], age]
+            left, square = (
+                tables.left[table.group[request], age],
+                tables.left_squared[table.group[request], age],
+            )
         tokens += left
         reads += size * left + square / 2.0
     return tokens, reads
@@ -339,18 +355,19 @@ def _remaining(running, generated, prompt_tokens, table, tables):  # type: ignor
 
 @numba.njit(cache=True, nogil=True)
 def _add(projection, alive, request, generated, table, tables):  # type: ignore[no-untyped-def]
-    """Add a request to the expected private memory, the most in every interval ahead, and to the number alive."""
+    """Add a request to the expected private memory in every interval ahead, and to the expected number alive."""
     points = tables.points
     size = float(table.own[request] + generated)
     declared = table.declared[request]
     if declared > 0:
         left = float(max(declared - generated, 1))
-        for i in range(len(points)):
-            if points[i] >= left:
+        for i in range(len(points) - 1):
+            lasts = min(left - points[i], points[i + 1] - points[i])
+            if lasts <= 0.0:
                 break
-            end = points[i + 1] if i + 1 < len(points) else left
-            projection[i] += size + min(end, left)
-            alive[i] += 1.0
+            part = lasts / (points[i + 1] - points[i])
+            projection[i] += part * (size + points[i] + lasts / 2.0)
+            alive[i] += part
         return
     age = min(age_index(generated), tables.alive.shape[1] - 1)
     still = tables.alive[table.group[request], age]
@@ -363,7 +380,7 @@ def _add(projection, alive, request, generated, table, tables):  # type: ignore[
 def _peak(projection, request, table, tables):  # type: ignore[no-untyped-def]
     """Most expected memory at any time if a request is admitted now."""
     with_it = projection.copy()
-    _add(with_it, np.zeros(len(projection)), request, 0, table, tables)
+    _add(with_it, np.zeros(len(projection)), request, table.generated[request], table, tables)
     return with_it.max()
 
 
@@ -415,9 +432,13 @@ def _level(tokens, reads, memory, projection, alive, points, lines):  # type: ig
         ratio = (low + high) / 2.0
         supplied = full_steps * max(_tokens_for(ratio, memory, lines), MIN_STEP_TOKENS)
         for i in range(len(points) - 1):
-            least = MIN_STEP_TOKENS * min(alive[i], 1.0)
-            supplied += max(_tokens_for(ratio, projection[i], lines), least) * (points[i + 1] - points[i]) * min(
-                alive[i], 1.0
+            # Steps happen while anything is alive, which is likely for longer than one request is expected to be.
+            likely = min(TAIL_CAUTION * alive[i], 1.0)
+            reads_if = projection[i] / max(likely, 1e-9)
+            supplied += (
+                likely
+                * max(_tokens_for(ratio, reads_if, lines), MIN_STEP_TOKENS)
+                * (points[i + 1] - points[i])
             )
         if supplied > tokens:
             high = ratio
@@ -437,7 +458,7 @@ def _find(next_waiting, index):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _longest_that_fits(waiting, next_waiting, projection, room, table, tables):  # type: ignore[no-untyped-def]
-    """Index of the first of `waiting`, which descends in expected output, whose admission keeps within `room`; or -1."""
+    """Index of the first of `waiting`, in descending order of expected output, that fits into `room`; or -1."""
     count = len(waiting)
     low, high = _find(next_waiting, 0), count
     if low == count:

@@ -107,7 +107,9 @@ class DualScan(Policy):
             return
         requests, generated = requests[late], generated[late]
         self._uncharge(requests)
-        self.output_tokens_est[requests] = np.minimum(OVERRUN_FACTOR * generated, self.plan.max_tokens[requests])
+        self.output_tokens_est[requests] = np.minimum(
+            OVERRUN_FACTOR * generated, self.plan.max_tokens[requests]
+        )
         self._charge[requests] = self._own_prompt_tokens[requests] + self.output_tokens_est[requests] / 2
         self._side[requests] = NEITHER
         self._charge_to(RIGHT, requests)
@@ -117,9 +119,9 @@ class DualScan(Policy):
         self._uncharge(requests)
         super().finished(requests, output_tokens)
 
-    def retracted(self, request: int) -> None:
+    def retracted(self, request: int, output_tokens: int) -> None:
         """Free the request's share of its side until it comes back."""
         requests = np.array([request], dtype=np.int32)
         self._uncharge(requests)
         self._side[requests] = NEITHER
-        super().retracted(request)
+        super().retracted(request, output_tokens)

@@ -117,8 +117,8 @@ class Policy:
             self.output_tokens_est = self._estimator.estimate()
             self._estimates_changed()
 
-    def retracted(self, request: int) -> None:
-        """A running request was taken out to make room; it goes first when there is room again."""
+    def retracted(self, request: int, output_tokens: int) -> None:  # noqa: ARG002
+        """A running request was taken out after so many tokens; it goes first when there is room again."""
         self._first = np.concatenate((np.array([request], dtype=np.int32), self._first))
 
     def choose_victim(self, control: Control) -> int:

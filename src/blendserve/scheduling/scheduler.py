@@ -359,7 +359,7 @@ class Scheduler:
         while not _begin_step(self._arrays, self.step_index, self.block_size):
             victim = self.policy.choose_victim(self)
             self.retract(victim)
-            self.policy.retracted(victim)
+            self.policy.retracted(victim, int(self._table.generated[victim]))
         target = self.policy.step(self)
         num_running = self.num_running
         if num_running == 0:

@@ -1,6 +1,11 @@
 import numpy as np
 
-from blendserve.planner.output_length import PRIOR_OUTPUT_TOKENS, OutputLengthEstimator, sample_requests
+from blendserve.planner.output_length import (
+    PRIOR_OUTPUT_TOKENS,
+    OutputLengthEstimator,
+    find_strata,
+    sample_requests,
+)
 from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
 from blendserve.tokens import PromptTokens
 
@@ -69,7 +74,7 @@ def test_every_large_subtree_is_sampled() -> None:
     tree = tree_of(prompts)
     cap = np.full(len(prompts), 100, dtype=np.int32)
     sampled = sample_requests(
-        tree, cap, np.zeros(len(prompts), dtype=np.int32), ratio=0.01, min_per_subtree=4
+        tree, find_strata(tree, cap), np.zeros(len(prompts), dtype=np.int32), ratio=0.01, min_per_subtree=4
     )
     assert sorted(np.bincount(sampled // 40).tolist()) == [4] * 5
     assert len(set(sampled.tolist())) == len(sampled)
@@ -79,7 +84,9 @@ def test_a_common_system_prompt_does_not_hide_the_strata() -> None:
     prompts = [[7, 7, 7, group, i] for group in range(5) for i in range(40)]
     tree = tree_of(prompts)
     cap = np.full(len(prompts), 100, dtype=np.int32)
-    sampled = sample_requests(tree, cap, np.zeros(len(prompts), dtype=np.int32), min_per_subtree=4)
+    sampled = sample_requests(
+        tree, find_strata(tree, cap), np.zeros(len(prompts), dtype=np.int32), min_per_subtree=4
+    )
     assert (np.bincount(sampled // 40, minlength=5) >= 4).all()
 
 
@@ -87,7 +94,9 @@ def test_requests_without_prefix_are_divided_by_max_tokens() -> None:
     prompts = [[i, i] for i in range(90)]
     tree = tree_of(prompts)
     cap = np.array([8] * 50 + [500] * 40, dtype=np.int32)
-    sampled = sample_requests(tree, cap, np.zeros(90, dtype=np.int32), ratio=0.01, min_per_subtree=4)
+    sampled = sample_requests(
+        tree, find_strata(tree, cap), np.zeros(90, dtype=np.int32), ratio=0.01, min_per_subtree=4
+    )
     assert np.bincount((sampled >= 50).astype(int)).tolist() == [4, 4]
 
 
@@ -95,4 +104,4 @@ def test_declared_lengths_are_not_sampled() -> None:
     prompts = [[1, i] for i in range(20)]
     tree = tree_of(prompts)
     cap = np.full(20, 100, dtype=np.int32)
-    assert len(sample_requests(tree, cap, np.full(20, 5, dtype=np.int32))) == 0
+    assert len(sample_requests(tree, find_strata(tree, cap), np.full(20, 5, dtype=np.int32))) == 0
