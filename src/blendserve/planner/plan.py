@@ -103,13 +103,15 @@ class Plan:
         known = replace(self, sampled_output_tokens=sampled_output_tokens)
         return known.reordered(known.estimator().estimate())
 
-    def reordered(self, output_tokens_est: Floats) -> Plan:
-        """This plan with other expected output lengths, sorted, split and merged anew."""
+    def reordered(self, output_tokens_est: Floats, *, keep_split: bool = False) -> Plan:
+        """This plan with other expected output lengths, sorted, merged and, without `keep_split`, split anew."""
         costs = LeafCosts.of(self.tree, output_tokens_est, self.cost_model)
         return replace(
             self,
             output_tokens_est=output_tokens_est,
-            leaf_order=order_leaves(self.tree, costs, self.config.order),
+            leaf_order=order_leaves(
+                self.tree, costs, self.config.order, self.leaf_order if keep_split else None
+            ),
         )
 
     def own_prompt_tokens(self) -> Ints:

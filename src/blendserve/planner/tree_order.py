@@ -80,15 +80,25 @@ class LeafOrder:
     """leaves that were taken out of their subtree"""
     split_tokens: int
     """prompt tokens that must be computed again because of splitting, at most"""
+    split: NDArray[np.bool_]
+    """[num_leaves] by rank, whether a leaf was taken out of its subtree"""
 
 
-def order_leaves(tree: PrefixTree, costs: LeafCosts, config: OrderConfig = OrderConfig()) -> LeafOrder:
-    """Sort, split and merge a tree until its leaf order descends in density or the split budget is used up."""
+def order_leaves(
+    tree: PrefixTree,
+    costs: LeafCosts,
+    config: OrderConfig = OrderConfig(),
+    earlier: LeafOrder | None = None,
+) -> LeafOrder:
+    """Sort, split and merge a tree until its leaf order descends in density or the split budget is used up.
+
+    With an `earlier` order of the same tree the same leaves are split as there, which saves most of the time.
+    """
     budget = config.split_budget * (tree.num_units - tree.num_unique_units)
-    split = np.zeros(tree.num_leaves, dtype=np.bool_)
-    split_tokens = 0
+    split = np.zeros(tree.num_leaves, dtype=np.bool_) if earlier is None else earlier.split
+    split_tokens = 0 if earlier is None else earlier.split_tokens
     layers = _sort_layers(tree, costs, split)
-    for _ in range(MAX_SPLIT_ROUNDS):
+    for _ in range(MAX_SPLIT_ROUNDS if earlier is None else 0):
         outliers = _outliers(tree, layers, split, config.split_gap)
         recomputed = np.cumsum(tree.leaf_start[outliers], dtype=np.int64)
         affordable = outliers[recomputed <= budget - split_tokens]
@@ -107,6 +117,7 @@ def order_leaves(tree: PrefixTree, costs: LeafCosts, config: OrderConfig = Order
         unit_density=unit_density,
         num_split=int(split.sum()),
         split_tokens=split_tokens,
+        split=split,
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from blendserve.planner.length_curves import LengthCurves, age_index
 from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
-from blendserve.scheduling.policy import Control, Policy
+from blendserve.scheduling.policy import Control, Floats, Policy
 
 LEFT_CHUNKS = 8
 """parts of LEFT that are worked through side by side, so that the mix of LEFT stays the same"""
@@ -46,8 +46,11 @@ LEFT, RIGHT = 0, 1
 class _Table(NamedTuple):
     """What compiled code reads about requests; all [num_requests]."""
 
+    prompt: Ints
     own: Ints
     """prompt tokens that no other request has"""
+    prompt_share: Floats
+    """prompt tokens to compute, shared ones divided among all that share them"""
     declared: Ints
     """output tokens where known, else 0"""
     group: Ints
@@ -65,9 +68,10 @@ class Blend(Policy):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        own = plan.own_prompt_tokens()
         self._table = _Table(
-            own=own,
+            prompt=plan.prompt_tokens,
+            own=plan.own_prompt_tokens(),
+            prompt_share=plan.prompt_share(),
             declared=plan.declared_tokens.astype(np.int32),
             group=plan.stratum,
             right=np.zeros(plan.num_requests, dtype=np.int32),
@@ -81,7 +85,6 @@ class Blend(Policy):
             self._curves.finished(plan.stratum[plan.sampled], plan.sampled_output_tokens)
         nobody = np.empty(0, dtype=np.int32)
         self._curves.refresh(nobody, nobody)
-        self._prompt_share = plan.prompt_share()
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 8))
         self._projection = np.zeros(len(self._curves.tables.points))
@@ -126,32 +129,18 @@ class Blend(Policy):
 
     def _interleaved(self, requests: Ints, sampled: np.ndarray) -> Ints:
         """LEFT in `LEFT_CHUNKS` parts of equal work, merged by progress; samples first."""
-        work = self._prompt_share[requests] + self.output_tokens_est[requests]
+        work = self._table.prompt_share[requests] + self.output_tokens_est[requests]
         done = np.cumsum(work) / max(work.sum(), 1.0) * LEFT_CHUNKS
         progress = done - np.floor(np.minimum(done, LEFT_CHUNKS - 1e-9))
         return np.asarray(requests[np.lexsort((progress, ~sampled[requests]))])
 
     def _estimates_changed(self) -> None:
-        self._divide(self.plan.reordered(self.output_tokens_est))
+        self._reorder()
+        self._divide(self.plan)
 
     def _count(self, side: int, requests: Ints, sign: float) -> None:
         """Add requests to (or take them from) the sums over what waits; see `_expected`."""
-        group, declared = self._table.group[requests], self._table.declared[requests].astype(np.float64)
-        unknown = declared == 0
-        prompt = self.plan.prompt_tokens[requests].astype(np.float64)
-        own = self._table.own[requests].astype(np.float64)
-        columns = (
-            self._prompt_share[requests],
-            unknown,
-            prompt * unknown,
-            own * unknown,
-            declared,
-            declared * prompt + declared**2 / 2,
-            declared * own + declared**2 / 2,
-            np.ones(len(requests)),
-        )
-        for index, column in enumerate(columns):
-            np.add.at(self._sums[side, :, index], group, sign * column)
+        _add_to_sums(self._sums[side], requests, sign, self._table)
 
     def _expected(self, side: int) -> tuple[float, float, float]:
         """Of what waits on a side: tokens to compute, KV tokens to read, private KV tokens held, added over steps."""
@@ -203,7 +192,7 @@ class Blend(Policy):
         most = control.max_num_batched_tokens
         if self._sequential or len(self._left) == 0:
             return most
-        wanted = _tokens_for(self._ratio, float(control.kv_tokens_to_read), self._lines)
+        wanted = _tokens_for.py_func(self._ratio, float(control.kv_tokens_to_read), self._lines)
         target = round(wanted / self._granularity) * self._granularity
         return int(min(max(target, MIN_STEP_TOKENS, control.num_running + 1), most))
 
@@ -212,7 +201,7 @@ class Blend(Policy):
         tables = self._curves.tables
         left, right = self._expected(LEFT), self._expected(RIGHT)
         running, generated = control.running_requests, control.running_output_tokens
-        tokens, reads = _remaining(running, generated, self.plan.prompt_tokens, self._table, tables)
+        tokens, reads = _remaining(running, generated, self._table, tables)
         tokens += left[0] + right[0] + control.prefill_backlog
         reads += left[1] + right[1]
         memory = self._capacity - self._reserve
@@ -309,9 +298,7 @@ class Blend(Policy):
         self._admitted(int(self._table.right[ahead[0]]), ahead)
 
     def _admitted(self, side: int, requests: Ints) -> None:
-        new = requests[self._waits[requests]]
-        self._waits[new] = False
-        self._count(side, new, -1.0)
+        _take_from_waiting(self._waits, self._sums[side], requests, self._table)
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Learn from finished requests; memory has become free."""
@@ -333,12 +320,41 @@ class Blend(Policy):
 
 
 @numba.njit(cache=True, nogil=True)
-def _remaining(running, generated, prompt_tokens, table, tables):  # type: ignore[no-untyped-def]
+def _add_to_sums(sums, requests, sign, table):  # type: ignore[no-untyped-def]
+    """Add to the columns of `sums` [num_classes, 8], which `Blend._expected` reads."""
+    for i in range(len(requests)):
+        request = requests[i]
+        row = sums[table.group[request]]
+        prompt, own = float(table.prompt[request]), float(table.own[request])
+        declared = float(table.declared[request])
+        row[0] += sign * table.prompt_share[request]
+        row[7] += sign
+        if declared > 0.0:
+            row[4] += sign * declared
+            row[5] += sign * (declared * prompt + declared * declared / 2.0)
+            row[6] += sign * (declared * own + declared * declared / 2.0)
+        else:
+            row[1] += sign
+            row[2] += sign * prompt
+            row[3] += sign * own
+
+
+@numba.njit(cache=True, nogil=True)
+def _take_from_waiting(waits, sums, requests, table):  # type: ignore[no-untyped-def]
+    """Note that requests are admitted; those that were before are passed over."""
+    for i in range(len(requests)):
+        if waits[requests[i]]:
+            waits[requests[i]] = False
+            _add_to_sums(sums, requests[i : i + 1], -1.0, table)
+
+
+@numba.njit(cache=True, nogil=True)
+def _remaining(running, generated, table, tables):  # type: ignore[no-untyped-def]
     """Tokens that running requests still generate, and KV tokens they read meanwhile."""
     tokens = reads = 0.0
     for i in range(len(running)):
         request = running[i]
-        size = float(prompt_tokens[request] + generated[i])
+        size = float(table.prompt[request] + generated[i])
         if table.declared[request] > 0:
             left = float(max(table.declared[request] - generated[i], 1))
             square = left * left

@@ -50,7 +50,8 @@ class DualScan(Policy):
         self._charge = np.where(self._side == NEITHER, charge, self._charge)
 
     def _estimates_changed(self) -> None:
-        self._adopt(self.plan.reordered(self.output_tokens_est))
+        self._reorder()
+        self._adopt(self.plan)
 
     def _admit_first(self, control: Control) -> int:
         # Sampled and retracted requests belong to the side whose density they have.

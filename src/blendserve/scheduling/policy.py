@@ -18,6 +18,8 @@ Floats = NDArray[np.float64]
 
 FIRST_REPLAN_AFTER = 16
 """completions after which estimates are first renewed; afterwards whenever their number has doubled"""
+SPLIT_UNTIL_RATIO = 0.02
+"""share of the requests that must have finished before the splits of the tree are left as they are"""
 OVERRUN_FACTOR = 1.5
 """a sequence that outlives its estimate is expected to reach this multiple of its age"""
 
@@ -134,6 +136,11 @@ class Policy:
 
     def _estimates_changed(self) -> None:
         """`output_tokens_est` was renewed."""
+
+    def _reorder(self) -> None:
+        """Order `plan` anew at the present estimates; once many have finished, without splitting more leaves."""
+        early = self._estimator.num_finished < SPLIT_UNTIL_RATIO * self.plan.num_requests
+        self.plan = self.plan.reordered(self.output_tokens_est, keep_split=not early)
 
 
 class OrderedPolicy(Policy):
