@@ -12,14 +12,22 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from blendserve.planner.length_curves import LengthCurves, age_index
 from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
+from blendserve.planner.tree_order import depth_first
 from blendserve.scheduling.policy import Control, Floats, Policy
 
 LEFT_CHUNKS = 8
 """parts of LEFT that are worked through side by side, so that the mix of LEFT stays the same"""
+MAX_PREFIX_MEMORY_RATIO = 0.05
+"""memory that the shared prefixes of those parts may take"""
+MIN_GAIN = 1.05
+"""time of the parts of a job one after the other, over that of the blend, from which blending is tried"""
+STICKY_PREFIX_RATIO = 0.1
+"""shared prompt tokens, over the others, from which a request stays with those that share them"""
 LOOK_AHEAD = 64
 """candidates of LEFT offered for admission at once"""
 PROJECT_EVERY = 16
@@ -93,46 +101,107 @@ class Blend(Policy):
         if plan.sampled_output_tokens is not None:
             self._known[plan.sampled] = True
         self._lines = plan.cost_model.step_lines()
-        self._sequential = plan.cost_model.hardware.overlap.kind == "sum"
+        self._blends = True
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
+        self._right_reads = 0.0
+        self._right_prefill = 0
         self._reserve = 0.0
+        self._shared = 0
         self._capacity = 0
         self._num_computed = 0.0
         self._num_recomputed = 0.0
         self._try_right = True
-        self._divide(plan)
 
     # -- order ---------------------------------------------------------------------------------------------------
 
     def _divide(self, plan: Plan) -> None:
-        """Divide what waits into LEFT and RIGHT and put both in order."""
+        """Divide what waits into LEFT and RIGHT and put both in order.
+
+        Where blending gains nothing, everything is LEFT, class by class with long outputs first, depth-first inside a
+        class: the policy then is `longest-first-dfs`.
+        """
         order = plan.leaf_order
         waits = self._waits[order.requests]
-        requests, density = order.requests[waits], order.density[waits]
-        is_right = density < plan.density()
-        self._table.right[requests] = is_right
+        requests = order.requests[waits]
+        unit = np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))[waits]
         sampled = np.zeros(plan.num_requests, dtype=np.bool_)
         sampled[plan.sampled] = True
-        right = requests[is_right]
-        expected = np.where(
-            self._table.declared[right] > 0, self._table.declared[right], self.output_tokens_est[right]
-        )
-        self._right = right[np.lexsort((-expected, ~sampled[right]))].astype(np.int32)
-        self._next_right = np.arange(len(right) + 1, dtype=np.int32)
-        self._left = self._interleaved(requests[~is_right], sampled)
+        self._blends = self._gain(requests, unit) >= MIN_GAIN
+        density = np.where(self._sticks(requests), order.unit_density[unit], order.density[waits])
+        is_right = (density < plan.density()) & self._blends
+        self._table.right[requests] = is_right
+        self._right = self._longest_first(requests[is_right], unit[is_right], sampled)
+        self._next_right = np.arange(len(self._right) + 1, dtype=np.int32)
+        left = requests[~is_right]
+        self._left = self._interleaved(left, sampled) if self._blends else self._by_class(left)
         self._retracted: Ints = np.empty(0, dtype=np.int32)
         for side, members in ((LEFT, self._left), (RIGHT, self._right)):
             self._sums[side] = 0.0
             self._count(side, members, 1.0)
         self._try_right = True
 
-    def _interleaved(self, requests: Ints, sampled: np.ndarray) -> Ints:
-        """LEFT in `LEFT_CHUNKS` parts of equal work, merged by progress; samples first."""
+    def _by_class(self, requests: Ints) -> Ints:
+        """Classes by descending mean output, depth-first order inside each."""
+        stratum = self.plan.stratum
+        num = np.bincount(stratum[requests])
+        mean = np.bincount(stratum[requests], weights=self._expected_output(requests)) / np.maximum(num, 1)
+        place = np.empty(self.plan.num_requests, dtype=np.int32)
+        place[depth_first(self.plan.tree)] = np.arange(self.plan.num_requests, dtype=np.int32)
+        kind = stratum[requests]
+        return np.asarray(requests[np.lexsort((place[requests], kind, -mean[kind]))])
+
+    def _gain(self, requests: Ints, unit: NDArray[np.int64]) -> float:
+        """Modelled time of the units one after the other, over that of all of them blended."""
+        if len(requests) == 0:
+            return 1.0
+        expected = self._expected_output(requests)
+        tokens = np.bincount(unit, weights=self._table.prompt_share[requests] + expected)
+        compute = tokens * self._lines.compute_s_per_token
+        memory_s = self.plan.cost_model.memory_s(self._table.prompt[requests], expected)
+        memory = np.bincount(unit, weights=memory_s)
+        overlap = self.plan.cost_model.hardware.overlap
+        apart = sum(overlap(c, m) for c, m in zip(compute.tolist(), memory.tolist(), strict=True))
+        return apart / max(overlap(float(compute.sum()), float(memory.sum())), 1e-30)
+
+    def _expected_output(self, requests: Ints) -> Floats:
+        declared = self._table.declared[requests]
+        return np.where(declared > 0, declared, self.output_tokens_est[requests])
+
+    def _sticks(self, requests: Ints) -> NDArray[np.bool_]:
+        """Which requests owe so much of their prompt to a shared prefix that they stay with those that share it."""
+        shared = self._table.prompt[requests] - self._table.own[requests]
+        rest = self._table.own[requests] + self._expected_output(requests)
+        return np.asarray(shared > STICKY_PREFIX_RATIO * rest)
+
+    def _longest_first(self, requests: Ints, unit: NDArray[np.int64], sampled: NDArray[np.bool_]) -> Ints:
+        """RIGHT by descending expected output, samples first.
+
+        Requests that owe much of their prompt to a shared prefix go by the mean of their unit, in tree order, so that
+        the prefix stays in use until its last request.
+        """
+        if len(requests) == 0:
+            return requests
+        expected, sticks = self._expected_output(requests), self._sticks(requests)
+        mean = np.bincount(unit, weights=expected) / np.maximum(np.bincount(unit), 1)
+        key = np.where(sticks, mean[unit], expected)
+        return np.asarray(requests[np.lexsort((-key, ~sampled[requests] | sticks))], dtype=np.int32)
+
+    def _interleaved(self, requests: Ints, sampled: NDArray[np.bool_]) -> Ints:
+        """LEFT in parts of equal work, merged by progress; samples first.
+
+        So many parts that the prefixes they keep in use take little of the memory.
+        """
+        shared = self._table.prompt[requests] - self._table.own[requests]
+        prefix_tokens = float(shared.mean()) if len(requests) else 0.0
+        chunks = int(
+            min(max(MAX_PREFIX_MEMORY_RATIO * self._capacity / max(prefix_tokens, 1.0), 1), LEFT_CHUNKS)
+        )
         work = self._table.prompt_share[requests] + self.output_tokens_est[requests]
-        done = np.cumsum(work) / max(work.sum(), 1.0) * LEFT_CHUNKS
-        progress = done - np.floor(np.minimum(done, LEFT_CHUNKS - 1e-9))
-        return np.asarray(requests[np.lexsort((progress, ~sampled[requests]))])
+        done = np.cumsum(work) / max(work.sum(), 1.0) * chunks
+        progress = done - np.floor(np.minimum(done, chunks - 1e-9))
+        first = sampled[requests] & ~self._sticks(requests)
+        return np.asarray(requests[np.lexsort((progress, ~first))])
 
     def _estimates_changed(self) -> None:
         self._reorder()
@@ -156,8 +225,9 @@ class Blend(Policy):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def start(self, control: Control) -> None:
-        """Learn the memory."""
+        """Learn the memory, and put the requests in order for it."""
         self._capacity = control.kv_capacity_tokens
+        self._divide(self.plan)
 
     def step(self, control: Control) -> int:
         """Admit, and set the step's tokens so that computing them takes its share of the time reading KV takes."""
@@ -171,14 +241,22 @@ class Blend(Policy):
             self._project(control)
         target = self._target(control)
         if self._try_right:
+            before = control.prefill_backlog
             self._admit_right(control)
+            self._right_prefill += control.prefill_backlog - before
+        if self._right_prefill >= self._granularity:
+            # What RIGHT has to compute first is not held back: the sooner the memory is full, the better.
+            extra = min(self._right_prefill, control.max_num_batched_tokens - target)
+            extra -= extra % self._granularity
+            self._right_prefill -= max(extra, self._granularity)
+            target += extra
         if len(self._left) and control.num_running + control.prefill_backlog < target:
             ahead = self._left[:LOOK_AHEAD]
             settled = control.admit(ahead, self.output_tokens_est, target)
             self._left = self._left[settled:]
             self._admitted(LEFT, ahead[:settled])
             if (
-                not self._sequential
+                self._blends
                 and settled < len(ahead)
                 and control.num_running + control.prefill_backlog < target
             ):
@@ -190,9 +268,9 @@ class Blend(Policy):
 
     def _target(self, control: Control) -> int:
         most = control.max_num_batched_tokens
-        if self._sequential or len(self._left) == 0:
+        if not self._blends or len(self._left) == 0:
             return most
-        wanted = _tokens_for.py_func(self._ratio, float(control.kv_tokens_to_read), self._lines)
+        wanted = min(_tokens_for.py_func(self._ratio, self._right_reads, self._lines), float(most))
         target = round(wanted / self._granularity) * self._granularity
         return int(min(max(target, MIN_STEP_TOKENS, control.num_running + 1), most))
 
@@ -201,12 +279,16 @@ class Blend(Policy):
         tables = self._curves.tables
         left, right = self._expected(LEFT), self._expected(RIGHT)
         running, generated = control.running_requests, control.running_output_tokens
-        tokens, reads = _remaining(running, generated, self._table, tables)
+        tokens, left_reads, right_reads = _remaining(running, generated, self._table, tables)
         tokens += left[0] + right[0] + control.prefill_backlog
-        reads += left[1] + right[1]
+        left_reads += left[1]
+        right_reads += right[1]
         memory = self._capacity - self._reserve
-        ratio = _level(tokens, reads, memory, self._projection, self._alive, tables.points, self._lines)
-        self._ratio = _towards_one(ratio, self._uncertainty(left[1] + right[1]))
+        ratio = _level(tokens, right_reads, memory, self._projection, self._alive, tables.points, self._lines)
+        # Towards one: the ratio with the KV reads that LEFT brings along.
+        overall = ratio * right_reads / max(left_reads + right_reads, 1.0)
+        error = self._uncertainty(left[1] + right[1])
+        self._ratio = ratio * _towards_one(overall, error) / overall if overall > 0.0 else ratio
         held_per_token = left[2] / max(left[0], 1.0)
         step_tokens = _tokens_for(self._ratio, float(self._capacity), self._lines)
         step_tokens = min(max(step_tokens, MIN_STEP_TOKENS), control.max_num_batched_tokens)
@@ -229,7 +311,7 @@ class Blend(Policy):
 
     def _project(self, control: Control) -> None:
         """Expected memory of the running RIGHT requests over the steps to come."""
-        private = _project(
+        private, right_reads = _project(
             control.running_requests,
             control.running_output_tokens,
             self._table,
@@ -237,6 +319,7 @@ class Blend(Policy):
             self._projection,
             self._alive,
         )
+        self._right_reads = float(right_reads)
         self._shared = max(control.kv_committed_tokens - private, 0)
         self._try_right = True
 
@@ -246,14 +329,16 @@ class Blend(Policy):
             room = self._capacity - self._reserve - self._shared
             if len(self._retracted):
                 if not self._fits(self._retracted[0], room):
-                    break
+                    self._try_right = False
+                    return
                 ahead = self._retracted[:1]
             else:
                 index = _longest_that_fits(
                     self._right, self._next_right, self._projection, room, self._table, self._curves.tables
                 )
                 if index < 0:
-                    break
+                    self._try_right = False
+                    return
                 ahead = self._right[index : index + 1]
             if control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False) == 0:
                 return
@@ -264,7 +349,6 @@ class Blend(Policy):
             else:
                 self._next_right[index] = index + 1
             self._admitted(RIGHT, ahead)
-        self._try_right = False
 
     def _fits(self, request: int, room: float) -> bool:
         return bool(_peak(self._projection, request, self._table, self._curves.tables) <= room)
@@ -302,6 +386,7 @@ class Blend(Policy):
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Learn from finished requests; memory has become free."""
+        self._try_right = self._try_right or bool(self._table.right[requests].any())
         new = ~self._known[requests]
         self._curves.finished(self._table.group[requests[new]], output_tokens[new])
         super().finished(requests, output_tokens)
@@ -350,8 +435,8 @@ def _take_from_waiting(waits, sums, requests, table):  # type: ignore[no-untyped
 
 @numba.njit(cache=True, nogil=True)
 def _remaining(running, generated, table, tables):  # type: ignore[no-untyped-def]
-    """Tokens that running requests still generate, and KV tokens they read meanwhile."""
-    tokens = reads = 0.0
+    """Tokens that running requests still generate, and KV tokens that those of LEFT and RIGHT read meanwhile."""
+    tokens = left_reads = right_reads = 0.0
     for i in range(len(running)):
         request = running[i]
         size = float(table.prompt[request] + generated[i])
@@ -365,8 +450,11 @@ def _remaining(running, generated, table, tables):  # type: ignore[no-untyped-de
                 tables.left_squared[table.group[request], age],
             )
         tokens += left
-        reads += size * left + square / 2.0
-    return tokens, reads
+        if table.right[request]:
+            right_reads += size * left + square / 2.0
+        else:
+            left_reads += size * left + square / 2.0
+    return tokens, left_reads, right_reads
 
 
 @numba.njit(cache=True, nogil=True)
@@ -402,15 +490,20 @@ def _peak(projection, request, table, tables):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _project(running, generated, table, tables, projection, alive):  # type: ignore[no-untyped-def]
-    """Write the projection of running RIGHT requests; returns the private tokens that all running requests hold."""
+    """Write the projection of running RIGHT requests.
+
+    Returns the private tokens that all running requests hold, and the KV tokens that those of RIGHT read in a step.
+    """
     projection[:] = 0.0
     alive[:] = 0.0
-    private = 0
+    private = right_reads = 0
     for i in range(len(running)):
         private += table.own[running[i]] + generated[i]
         if table.right[running[i]]:
             _add(projection, alive, running[i], generated[i], table, tables)
-    return private
+            if generated[i] > 0:
+                right_reads += table.prompt[running[i]] + generated[i]
+    return private, right_reads
 
 
 def _towards_one(ratio: float, error: float) -> float:
@@ -443,8 +536,8 @@ def _level(tokens, reads, memory, projection, alive, points, lines):  # type: ig
     for i in range(len(points) - 1):
         run_down += projection[i] * (points[i + 1] - points[i])
     full_steps = max(reads - run_down, 0.0) / max(memory, 1.0)
-    low, high = 0.0, 100.0
-    for _ in range(24):
+    low, high = 0.0, 1e4
+    for _ in range(40):
         ratio = (low + high) / 2.0
         supplied = full_steps * max(_tokens_for(ratio, memory, lines), MIN_STEP_TOKENS)
         for i in range(len(points) - 1):
