@@ -1,0 +1,140 @@
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blendserve.cost_model import CostModel, HardwareSpec, Overlap, StepLines
+from blendserve.planner.plan import make_plan
+from blendserve.scheduling.blend import (
+    MIN_STEP_TOKENS,
+    Blend,
+    _level,
+    _longest_that_fits,
+    _Table,
+    _tokens_for,
+    _towards_one,
+)
+from blendserve.simulator import SimulationReport, plan_workload, simulate
+from blendserve.workloads import PAPER_MODELS, named_workload
+from tests.workload import request_table
+
+A100 = CostModel(PAPER_MODELS["llama-3-8b"], HardwareSpec.load("a100-80g-paper"))
+LINES = StepLines(5e-3, 6e-5, 4e-3, 7e-8)
+
+
+def test_level_makes_tokens_and_reads_end_together() -> None:
+    """Nothing runs yet: all remaining reads happen at full memory, and the ratio hands out exactly the tokens."""
+    points, nothing = np.array([0.0, 16.0, 32.0]), np.zeros(3)
+    tokens, reads, memory = 5e6, 4e9, 4e5
+    ratio = _level(tokens, reads, memory, nothing, nothing, points, LINES)
+    assert reads / memory * _tokens_for(ratio, memory, LINES) == pytest.approx(tokens, rel=1e-3)
+
+
+def test_level_keeps_tokens_for_a_long_run_down() -> None:
+    points = np.array([0.0, 10_000.0, 20_000.0])
+    projection, alive = np.array([2e4, 2e4, 0.0]), np.array([1.0, 1.0, 0.0])
+    tokens, reads, memory = 4e6, 4e9, 4e5
+    nothing = np.zeros(3)
+    short = _level(tokens, reads, memory, nothing, nothing, points, LINES)
+    long = _level(tokens, reads, memory, projection, alive, points, LINES)
+    kept = tokens - (reads - 4e8) / memory * _tokens_for(long, memory, LINES)
+    assert long < short
+    assert kept >= 0.9 * 20_000 * MIN_STEP_TOKENS
+
+
+def test_without_reads_of_the_right_side_nothing_limits_the_left() -> None:
+    nothing = np.zeros(3)
+    ratio = _level(1e6, 0.0, 4e5, nothing, nothing, np.array([0.0, 16.0, 32.0]), LINES)
+    assert _tokens_for(ratio, 0.0, LINES) > 100_000
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "expected"), [(0.8, 0.1, 0.88), (0.95, 0.1, 1.0), (1.3, 0.3, 1.0), (2.0, 0.25, 1.6)]
+)
+def test_ratios_move_towards_one_and_not_beyond(ratio: float, error: float, expected: float) -> None:
+    assert _towards_one(ratio, error) == pytest.approx(expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=30),
+    st.sets(st.integers(0, 29)),
+    st.integers(0, 500),
+)
+def test_the_longest_that_fits_is_found(declared: list[int], admitted: set[int], room: int) -> None:
+    """Against trying every one; requests that were admitted already are passed over."""
+    lengths = np.array(sorted(declared, reverse=True), dtype=np.int32)
+    num = len(lengths)
+    table = _Table(
+        prompt=np.zeros(num, dtype=np.int32),
+        own=np.zeros(num, dtype=np.int32),
+        prompt_share=np.zeros(num),
+        declared=lengths,
+        group=np.zeros(num, dtype=np.int32),
+        right=np.ones(num, dtype=np.int32),
+        generated=np.zeros(num, dtype=np.int32),
+    )
+    plan = make_plan(request_table([[i] for i in range(num)], max_tokens=400), A100)
+    tables = Blend(plan)._curves.tables
+    waiting = np.arange(num, dtype=np.int32)
+    next_waiting = np.arange(num + 1, dtype=np.int32)
+    for index in admitted:
+        if index < num:
+            next_waiting[index] = index + 1
+    projection = np.zeros(len(tables.points))
+
+    def fits(index: int) -> bool:
+        left = float(lengths[index])
+        lasts = np.minimum(np.maximum(left - tables.points[:-1], 0.0), np.diff(tables.points))
+        return bool((lasts / np.diff(tables.points) * (tables.points[:-1] + lasts / 2)).max() <= room)
+
+    expected = next((i for i in range(num) if i not in admitted and fits(i)), -1)
+    found = _longest_that_fits(waiting, next_waiting, projection, float(room), table, tables)
+    assert found == expected or (
+        found >= 0 and expected >= 0 and fits(found) and lengths[found] == lengths[expected]
+    )
+
+
+def run(workload: Any, policy: str, cost_model: CostModel, kv_cache_tokens: int) -> SimulationReport:
+    requests, plan = plan_workload(workload.requests, workload.output_tokens, cost_model, "sampled")
+    return simulate(
+        "test", requests, workload.output_tokens, plan, policy, cost_model,  # type: ignore[arg-type]
+        lengths="sampled", kv_cache_tokens=kv_cache_tokens,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trace3() -> Any:
+    return named_workload("trace3", 20_000, 0, A100)
+
+
+def test_the_blend_beats_depth_first_and_keeps_the_memory_fuller(trace3: Any) -> None:
+    blend, dfs = (run(trace3, policy, A100, 150_000) for policy in ("blend", "dfs"))
+    assert blend.makespan_s < 0.9 * dfs.makespan_s
+    assert blend.mean_kv_usage_ratio > dfs.mean_kv_usage_ratio
+    assert blend.recomputed_ratio < 0.03
+
+
+def test_where_operators_do_not_overlap_it_does_not_blend(trace3: Any) -> None:
+    """One after the other, mixing gains nothing; what is left is to start long outputs in time."""
+    sequential = CostModel(A100.model, replace(A100.hardware, overlap=Overlap("sum")))
+    blend, longest = (run(trace3, policy, sequential, 150_000) for policy in ("blend", "longest-first-dfs"))
+    assert blend.makespan_s == pytest.approx(longest.makespan_s, rel=0.02)
+
+
+def test_requests_of_one_kind_run_depth_first() -> None:
+    """Nothing to blend: the same makespan as dfs, to a step."""
+    rng = np.random.default_rng(0)
+    prompts = [[int(token) for token in rng.integers(0, 1000, 200)] for _ in range(400)]
+    output_tokens = rng.integers(1, 200, 400).astype(np.int32)
+    requests, plan = plan_workload(request_table(prompts, max_tokens=200), output_tokens, A100, "none")
+    blend, dfs = (
+        simulate(
+            "one kind", requests, output_tokens, plan, policy, A100, lengths="none", kv_cache_tokens=20_000
+        )
+        for policy in ("blend", "dfs")
+    )  # type: ignore[misc]
+    assert blend.makespan_s == pytest.approx(dfs.makespan_s, rel=0.01)
