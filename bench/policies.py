@@ -48,7 +48,7 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--policies", default="dual-scan,fcfs,random")
+    parser.add_argument("--policies", default="blend,dual-scan,fcfs,random")
     arguments, options = parser.parse_known_args()
     policies = arguments.policies.split(",")
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}

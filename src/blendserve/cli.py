@@ -177,7 +177,7 @@ NumThreads = Annotated[
 Policy = Annotated[
     PolicyName,
     typer.Option(
-        help="Order of admission: dual-scan blends compute- and memory-intensive requests (the paper); "
+        help="Order of admission: blend mixes compute- and memory-intensive requests, dual-scan as the paper does; "
         "the others are baselines.",
         rich_help_panel=_PLANNER,
     ),
@@ -420,7 +420,7 @@ def simulate_command(
     ] = 400_000,
     policy: Annotated[
         str, typer.Option(metavar="POLICY,…", help=f"Policies to compare, of {', '.join(POLICIES)}.")
-    ] = "dfs,random,dual-scan",
+    ] = "dfs,random,dual-scan,blend",
     length_info: Annotated[
         str,
         typer.Option(

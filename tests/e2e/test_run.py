@@ -171,6 +171,7 @@ def test_greedy_text_does_not_depend_on_policy_or_seeds_on_the_batch(cli: Cli, t
     requests = write(tmp_path / "in.jsonl", lines)
     texts = []
     for policy, extra in (
+        ("blend", ()),
         ("dual-scan", ()),
         ("random", ("--max-num-seqs", "2", "--max-num-batched-tokens", "64")),
     ):
@@ -180,7 +181,7 @@ def test_greedy_text_does_not_depend_on_policy_or_seeds_on_the_batch(cli: Cli, t
         texts.append(
             {key: body(result)["choices"][0]["message"]["content"] for key, result in read(output).items()}
         )
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_shared_prefixes_are_reported_as_cached_tokens(cli: Cli, tmp_path: Path) -> None:
@@ -322,7 +323,13 @@ def test_plan_explains_saves_and_is_used(cli: Cli, tmp_path: Path) -> None:
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["plan"]["num_requests"] == 12
     assert document["plan"]["sharing_ratio"] > 0.5
-    assert {cost["policy"] for cost in document["policies"]} >= {"dual-scan", "dfs", "fcfs", "random"}
+    assert {cost["policy"] for cost in document["policies"]} >= {
+        "blend",
+        "dual-scan",
+        "dfs",
+        "fcfs",
+        "random",
+    }
     assert "density" in done.stderr
     output = tmp_path / "out.jsonl"
     used = cli("run", requests, "-o", output, "--plan", saved)

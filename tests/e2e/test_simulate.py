@@ -20,9 +20,8 @@ def rows(done: "subprocess.CompletedProcess[str]") -> list[dict[str, object]]:
 def test_a_workload_compares_policies_and_writes_a_report(tmp_path: Path) -> None:
     done = simulate("trace1", "--num-requests", "5000", "--json", "-o", tmp_path / "report")
     found = rows(done)
-    assert [row["system"] for row in found] == ["dfs", "random", "dual-scan"] + [
-        f"sequential {policy}" for policy in ("dfs", "random", "dual-scan")
-    ]
+    policies = ["dfs", "random", "dual-scan", "blend"]
+    assert [row["system"] for row in found] == policies + [f"sequential {policy}" for policy in policies]
     for row in found:
         assert {
             "workload",
