@@ -97,7 +97,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     rows = [
         measure(policy, steps, with_block_tables=tables)
-        for policy in ("dfs", "dual-scan")
+        for policy in ("dfs", "dual-scan", "blend")
         for tables in (True, False)
     ]
     print("policy | block tables | running | mean ms | P50 ms | P99 ms")

@@ -6,7 +6,10 @@ Two sets of rates: the *peak* rates of the data sheet, with which the paper stat
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -27,16 +30,54 @@ class Overlap:
     """f(compute, memory): time of a step whose compute-bound and memory-bound operators may run together.
 
     `sum`: one after the other. `max_plus_min`: the shorter one is hidden but for a share `parameter` of it.
-    `p_norm`: (compute^p + memory^p)^(1/p) with p = `parameter`. Source: BlendServe §6.2, "practical optimum".
+    `p_norm`: (compute^p + memory^p)^(1/p) with p = `parameter`. `table`: measured; the time over the sum of both, at
+    shares of compute in that sum, linear in between. Source: BlendServe §6.2, "practical optimum".
+
+    Raises:
+        ConfigError: a table that is no measurement of an overlap: shares do not ascend from 0 to 1, or the time is not
+            convex and growing in both, without which the bound of `simulator.practical_optimum` does not hold.
     """
 
-    kind: Literal["sum", "max_plus_min", "p_norm"] = "sum"
+    kind: Literal["sum", "max_plus_min", "p_norm", "table"] = "sum"
     parameter: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+    """of a table: (compute / (compute + memory), time / (compute + memory))"""
+
+    def __post_init__(self) -> None:
+        if self.kind != "table":
+            return
+        object.__setattr__(self, "points", tuple((float(x), float(y)) for x, y in self.points))
+        shares = [x for x, _ in self.points]
+        if len(shares) < 2 or shares[0] != 0.0 or shares[-1] != 1.0 or sorted(set(shares)) != shares:
+            raise ConfigError(
+                "an overlap table's shares of compute must ascend from 0 to 1; give it such points"
+            )
+        slopes = self._slopes()
+        if any(later < earlier - 1e-9 for earlier, later in itertools.pairwise(slopes)):
+            raise ConfigError("an overlap table must be convex; smooth the measured points")
+        first, last = self.points[0][1], self.points[-1][1]
+        if first + slopes[0] < -1e-9 or last - slopes[-1] < -1e-9:
+            raise ConfigError(
+                "an overlap table must not fall when work is added; check its first and last points"
+            )
+
+    def _slopes(self) -> list[float]:
+        return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(self.points)]
+
+    def _segment(self, share: float) -> tuple[float, float]:
+        """Height and slope of the table at a share of compute."""
+        index = min(bisect.bisect_right(self.points, (share, math.inf)), len(self.points) - 1)
+        (x, y), slope = self.points[index - 1], self._slopes()[index - 1]
+        return y + slope * (share - x), slope
 
     def gradient(self, compute_s: float, memory_s: float) -> tuple[float, float]:
         """Partial derivatives; f is homogeneous, so f = gradient · (compute, memory)."""
         if self.kind == "sum":
             return 1.0, 1.0
+        if self.kind == "table":
+            share = compute_s / max(compute_s + memory_s, 1e-30)
+            height, slope = self._segment(share)
+            return height + (1.0 - share) * slope, height - share * slope
         if self.kind == "max_plus_min":
             return (1.0, self.parameter) if compute_s >= memory_s else (self.parameter, 1.0)
         p = self.parameter
@@ -47,6 +88,9 @@ class Overlap:
         """Seconds for the two together."""
         if self.kind == "sum":
             return compute_s + memory_s
+        if self.kind == "table":
+            total = compute_s + memory_s
+            return total * self._segment(compute_s / total)[0] if total > 0.0 else 0.0
         if self.kind == "max_plus_min":
             return max(compute_s, memory_s) + self.parameter * min(compute_s, memory_s)
         p = self.parameter
@@ -105,7 +149,7 @@ class HardwareSpec:
             fields: dict[str, Any] = json.loads(text)
             overlap = Overlap(**fields.pop("overlap", {}))
             return cls(**fields, overlap=overlap)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ConfigError) as error:
             raise ConfigError(f"hardware profile {name_or_path!r} cannot be read: {error}") from error
 
 

@@ -139,6 +139,8 @@ def describe_overlap(cost_model: CostModel) -> str:
     overlap = cost_model.hardware.overlap
     if overlap.kind == "sum":
         return "sequential"
+    if overlap.kind == "table":
+        return "table"
     return f"{overlap.kind} {overlap.parameter:g}"
 
 

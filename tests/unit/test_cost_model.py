@@ -1,8 +1,13 @@
 """Check values of BlendServe §4 and Table 1."""
 
+import json
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap, memory_split, profile_names
 from blendserve.errors import ConfigError
@@ -106,3 +111,49 @@ def test_all_shipped_profiles_load_and_say_where_they_come_from() -> None:
 def test_unknown_profile_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="a100-80g-paper"):
         HardwareSpec.load("b300")
+
+
+TABLE = Overlap("table", points=((0.0, 1.0), (0.4, 0.68), (0.5, 0.66), (1.0, 1.02)))
+
+
+def test_a_measured_table_gives_its_points_and_lines_between() -> None:
+    assert TABLE(0.4, 0.6) == pytest.approx(0.68)
+    assert TABLE(4.0, 6.0) == pytest.approx(6.8)
+    assert TABLE(0.45, 0.55) == pytest.approx(0.67)
+    assert TABLE(0.0, 3.0) == pytest.approx(3.0)
+    assert TABLE(3.0, 0.0) == pytest.approx(3.06)
+    assert TABLE(0.0, 0.0) == 0.0
+
+
+@given(st.floats(1e-6, 10.0), st.floats(1e-6, 10.0), st.floats(1e-6, 10.0), st.floats(1e-6, 10.0))
+def test_a_table_is_convex_and_its_gradient_touches_it(c1: float, m1: float, c2: float, m2: float) -> None:
+    assert TABLE(c1 + c2, m1 + m2) <= TABLE(c1, m1) + TABLE(c2, m2) + 1e-9
+    by_compute, by_memory = TABLE.gradient(c1, m1)
+    assert by_compute >= 0.0
+    assert by_memory >= 0.0
+    assert by_compute * c1 + by_memory * m1 == pytest.approx(TABLE(c1, m1))
+    assert by_compute * c2 + by_memory * m2 <= TABLE(c2, m2) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ((), "ascend from 0 to 1"),
+        (((0.0, 1.0), (0.5, 0.7)), "ascend from 0 to 1"),
+        (((0.0, 1.0), (0.4, 0.6), (0.6, 0.9), (1.0, 1.0)), "convex"),
+        (((0.0, 1.0), (0.5, 0.3), (1.0, 1.0)), "must not fall"),
+    ],
+)
+def test_a_table_that_measures_no_overlap_is_refused(
+    points: tuple[tuple[float, float], ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Overlap("table", points=points)
+
+
+def test_a_profile_may_hold_a_table(tmp_path: Path) -> None:
+    profile = json.loads((resources.files("blendserve") / "profiles" / "a100-80g-paper.json").read_text())
+    profile["overlap"] = {"kind": "table", "points": [[0.0, 1.0], [0.5, 0.67], [1.0, 1.0]]}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile))
+    assert HardwareSpec.load(str(path)).overlap(1.0, 1.0) == pytest.approx(1.34)
