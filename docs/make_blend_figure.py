@@ -1,4 +1,4 @@
-"""Draw `blend.svg`: compute and memory time per step over a simulated run, depth-first and under the dual scan.
+"""Draw `blend.svg`: compute and memory time per step over a simulated run, depth-first, under the dual scan and the blend.
 
 python docs/make_blend_figure.py [--num-requests 400000]
 """
@@ -11,8 +11,9 @@ from typing import Any
 
 from blendserve.experiments import Case, run_cases
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 860, 340, 56, 62, 34
-PANEL = (WIDTH - LEFT - GAP - 16) / 2
+POLICIES = ("dfs", "dual-scan", "blend")
+WIDTH, HEIGHT, LEFT, TOP, GAP = 1160, 320, 56, 62, 34
+PANEL = (WIDTH - LEFT - GAP * (len(POLICIES) - 1) - 16) / len(POLICIES)
 COMPUTE, MEMORY, INK, GRID = "#0072b2", "#d55e00", "#1d2430", "#d5dae1"
 
 
@@ -52,8 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-requests", type=int, default=400_000)
     num_requests = parser.parse_args().num_requests
-    policies = ("dfs", "dual-scan")
-    rows = run_cases([Case("trace1", policy, with_series=True) for policy in policies], num_requests)  # type: ignore[arg-type]
+    rows = run_cases([Case("trace1", policy, with_series=True) for policy in POLICIES], num_requests)  # type: ignore[arg-type]
     max_s = max(max(row["series"][name]) for row in rows for name in ("compute_s", "memory_s"))
     max_time_s = max(row["makespan_s"] for row in rows)
     parts = [
