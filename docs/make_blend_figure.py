@@ -1,4 +1,4 @@
-"""Draw `blend.svg`: compute and memory time per step over a simulated run, depth-first, under the dual scan and the blend.
+"""Draw `blend.svg`: compute and memory time per step over a simulated run under `dfs`, `dual-scan` and `blend`.
 
 python docs/make_blend_figure.py [--num-requests 400000]
 """
