@@ -54,7 +54,7 @@ from blendserve.models import BUNDLED_MODEL
 from blendserve.planner.plan import PlanConfig
 from blendserve.planner.tree_order import OrderConfig
 from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
-from blendserve.simulator import LENGTHS, Lengths
+from blendserve.simulator import LENGTHS, Lengths, practical_optimum
 from blendserve.workloads import PAPER_MODELS, Workload
 
 if TYPE_CHECKING:
@@ -761,11 +761,18 @@ def _simulated_cost(job: PlannedJob, policy_name: PolicyName) -> dict[str, Any]:
     steps = [step.stats for step in engine.run(job.prepared.requests, policy)]
     makespan_s = sum(step.duration_s for step in steps)
     num_tokens = int(job.plan.tree.num_units + output_tokens.sum())
+    bound = practical_optimum(
+        job.plan.tree,
+        output_tokens,
+        job.cost_model,
+        kv_capacity_tokens=engine.kv_capacity_tokens,
+        max_num_batched_tokens=job.cost_model.hardware.max_num_batched_tokens,
+    )
     return {
         "policy": policy_name,
         "makespan_s": makespan_s,
         "tokens_per_s": num_tokens / makespan_s,
-        "optimum_ratio": job.plan.summary().optimum_s / makespan_s,
+        "optimum_ratio": bound.optimum_s / makespan_s,
         "num_steps": len(steps),
         "num_computed_prompt_tokens": sum(step.num_prefill_tokens for step in steps),
         "compute_s": sum(step.compute_s for step in steps),

@@ -323,6 +323,7 @@ def test_plan_explains_saves_and_is_used(cli: Cli, tmp_path: Path) -> None:
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["plan"]["num_requests"] == 12
     assert document["plan"]["sharing_ratio"] > 0.5
+    assert all(0 < cost["optimum_ratio"] <= 1 for cost in document["policies"])
     assert {cost["policy"] for cost in document["policies"]} >= {
         "blend",
         "dual-scan",
