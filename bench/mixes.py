@@ -16,11 +16,12 @@ import numpy as np
 
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap
 from blendserve.request import RequestTable, SamplingParams
+from blendserve.scheduling.policies import PolicyName
 from blendserve.simulator import LENGTHS, plan_workload, simulate
 from blendserve.tokens import PromptTokens
 from blendserve.workloads import PAPER_MODELS
 
-POLICIES = ("dfs", "longest-first-dfs", "dual-scan", "blend")
+POLICIES: tuple[PolicyName, ...] = ("dfs", "longest-first-dfs", "dual-scan", "blend")
 MAX_TOKENS = 8192
 
 
@@ -107,7 +108,7 @@ def main() -> None:
                         planned,
                         outputs,
                         plan,
-                        policy,  # type: ignore[arg-type]
+                        policy,
                         cost_model,
                         lengths=lengths,
                         kv_cache_tokens=kv_cache_tokens,

@@ -18,7 +18,7 @@ from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.planner.plan import make_plan
 from blendserve.request import RequestTable, SamplingParams
-from blendserve.scheduling.policies import make_policy
+from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from blendserve.tokens import PromptTokens
 from blendserve.workloads import PAPER_MODELS
@@ -49,14 +49,14 @@ def job(num_requests: int, seed: int = 0) -> tuple[RequestTable, np.ndarray]:
     return table, output
 
 
-def measure(policy_name: str, steps: int, *, with_block_tables: bool) -> dict[str, float | str | bool]:
+def measure(policy_name: PolicyName, steps: int, *, with_block_tables: bool) -> dict[str, float | str | bool]:
     cost_model = CostModel(PAPER_MODELS["llama-3-8b"], HardwareSpec.load("a100-80g-paper"))
     requests, output = job(60_000)
     plan = make_plan(requests, cost_model)
     block_size, num_blocks = 16, 30_000
     scheduler = Scheduler(
         requests,
-        make_policy(policy_name, plan),  # type: ignore[arg-type]
+        make_policy(policy_name, plan),
         SchedulerConfig(NUM_RUNNING, 2048),
         num_blocks=num_blocks,
         block_size=block_size,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.experiments import Case, run_cases
+from blendserve.scheduling.policies import PolicyName
 
-POLICIES = ("dfs", "dual-scan", "blend")
+POLICIES: tuple[PolicyName, ...] = ("dfs", "dual-scan", "blend")
 WIDTH, HEIGHT, LEFT, TOP, GAP = 1160, 320, 56, 62, 34
 PANEL = (WIDTH - LEFT - GAP * (len(POLICIES) - 1) - 16) / len(POLICIES)
 COMPUTE, MEMORY, INK, GRID = "#0072b2", "#d55e00", "#1d2430", "#d5dae1"
@@ -53,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-requests", type=int, default=400_000)
     num_requests = parser.parse_args().num_requests
-    rows = run_cases([Case("trace1", policy, with_series=True) for policy in POLICIES], num_requests)  # type: ignore[arg-type]
+    rows = run_cases([Case("trace1", policy, with_series=True) for policy in POLICIES], num_requests)
     max_s = max(max(row["series"][name]) for row in rows for name in ("compute_s", "memory_s"))
     max_time_s = max(row["makespan_s"] for row in rows)
     parts = [

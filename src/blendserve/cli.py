@@ -871,7 +871,7 @@ def _print_plan(job: PlannedJob) -> None:
         f"({summary.compute_s:.1f} s compute, {summary.memory_s:.1f} s memory)"
     )
     console.print(
-        f"expect   at least {summary.optimum_s:.1f} s ({bound}); {summary.num_sampled} requests run first to learn "
+        f"expect   about {summary.optimum_s:.1f} s ({bound}); {summary.num_sampled} requests run first to learn "
         f"output lengths, {summary.num_split} split off"
     )
 

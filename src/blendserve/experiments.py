@@ -305,13 +305,17 @@ def _disaggregated(case: Case, workload: Workload, plan: Plan, seed: int) -> Row
     The two stages run at the same time; the job ends with the slower one.
     """
     times: dict[str, float] = {}
-    for stage, replicas in (("prefill", case.prefill_replicas), ("decode", case.decode_replicas)):
+    stages: list[tuple[Literal["prefill", "decode"], int]] = [
+        ("prefill", case.prefill_replicas),
+        ("decode", case.decode_replicas),
+    ]
+    for stage, replicas in stages:
         chosen = np.arange(0, workload.num_requests, replicas, dtype=np.int32)
         output_tokens = workload.output_tokens[chosen]
         requests, part_plan = plan_workload(
             _subset(workload.requests, chosen), output_tokens, plan.cost_model, case.lengths
         )
-        executor = SimulatedExecutor(plan.cost_model, output_tokens=output_tokens, stage=stage)  # type: ignore[arg-type]
+        executor = SimulatedExecutor(plan.cost_model, output_tokens=output_tokens, stage=stage)
         hardware = plan.cost_model.hardware
         config = SchedulerConfig(hardware.max_num_seqs, hardware.max_num_batched_tokens)
         policy = make_policy(case.policy, part_plan, seed=seed)

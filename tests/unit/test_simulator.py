@@ -14,9 +14,16 @@ from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.experiments import FIGURES, Case, gains, paper_hardware, run_cases, sections, table
 from blendserve.planner.plan import make_plan
 from blendserve.request import RequestTable, SamplingParams, StepStats
-from blendserve.scheduling.policies import POLICIES, make_policy
+from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
-from blendserve.simulator import LENGTHS, SimulationReport, plan_workload, practical_optimum, simulate
+from blendserve.simulator import (
+    LENGTHS,
+    Lengths,
+    SimulationReport,
+    plan_workload,
+    practical_optimum,
+    simulate,
+)
 from blendserve.workloads import PAPER_MODELS, named_workload
 from tests.workload import COST_MODEL, request_table, small_jobs
 
@@ -30,10 +37,12 @@ def trace1() -> Any:
     return named_workload("trace1", NUM_REQUESTS, 0, A100)
 
 
-def run(workload: Any, policy: str, cost_model: CostModel = A100, lengths: str = "known") -> SimulationReport:
-    requests, plan = plan_workload(workload.requests, workload.output_tokens, cost_model, lengths)  # type: ignore[arg-type]
+def run(
+    workload: Any, policy: PolicyName, cost_model: CostModel = A100, lengths: Lengths = "known"
+) -> SimulationReport:
+    requests, plan = plan_workload(workload.requests, workload.output_tokens, cost_model, lengths)
     return simulate(
-        "trace1", requests, workload.output_tokens, plan, policy, cost_model, lengths=lengths  # type: ignore[arg-type]
+        "trace1", requests, workload.output_tokens, plan, policy, cost_model, lengths=lengths
     )  # fmt: skip
 
 
@@ -191,7 +200,7 @@ def test_native_and_simulated_decide_alike(make_tiny_model: Any, tmp_path: Path)
     )
     seen: list[list[StepStats]] = []
     for executor in (native, simulated):
-        engine = BatchingEngine(executor, SchedulerConfig(8, 32))  # type: ignore[arg-type]
+        engine = BatchingEngine(executor, SchedulerConfig(8, 32))
         steps = engine.run(ignoring_eos, make_policy("dual-scan", plan))
         seen.append([replace(step.stats, duration_s=0.0) for step in steps])
     assert seen[0] == seen[1]

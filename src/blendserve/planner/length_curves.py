@@ -82,7 +82,9 @@ class LengthCurves:
 @numba.njit(cache=True, nogil=True)
 def _count(at_risk, ended, num_finished, classes, output_tokens):  # type: ignore[no-untyped-def]
     for i in range(len(classes)):
-        bucket = min(age_index(output_tokens[i]) - 1, at_risk.shape[1] - 1)
+        bucket = min(
+            max(age_index(output_tokens[i]) - 1, 0), at_risk.shape[1] - 1
+        )  # 0: failed before its first
         at_risk[classes[i], : bucket + 1] += 1.0
         ended[classes[i], bucket] += 1.0
         num_finished[classes[i]] += 1

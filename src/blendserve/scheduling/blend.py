@@ -1,9 +1,9 @@
 """The default policy: feedback on the KV actually read, instead of the paper's static division of memory.
 
-Requests are divided once. RIGHT are those less dense than the whole job: long outputs that read much KV. They are
-admitted, longest first, whenever their *expected* memory over time fits beside what LEFT needs. LEFT are the others:
-they supply each step with as many tokens to compute as balance the KV that the step reads. Every quantity is measured
-again as the job goes on; see docs/policy.md.
+RIGHT are requests less dense than the whole job: long outputs that read much KV. They are admitted, longest first,
+whenever their *expected* memory over time fits beside what LEFT needs. LEFT are the others: they supply each step with
+as many tokens to compute as balance the KV that RIGHT reads. The division, and every quantity it rests on, is renewed
+as the job goes on; see docs/policy.md.
 """
 
 from __future__ import annotations
@@ -89,17 +89,16 @@ class Blend(Policy):
         caps = np.ones(num_groups, dtype=np.int32)
         np.maximum.at(caps, plan.stratum, plan.max_tokens)
         self._curves = LengthCurves(caps)
+        self._known = np.zeros(plan.num_requests, dtype=np.bool_)
         if plan.sampled_output_tokens is not None:
+            self._known[plan.sampled] = True
             self._curves.finished(plan.stratum[plan.sampled], plan.sampled_output_tokens)
-        nobody = np.empty(0, dtype=np.int32)
-        self._curves.refresh(nobody, nobody)
+            nobody = np.empty(0, dtype=np.int32)
+            self._curves.refresh(nobody, nobody)
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 8))
         self._projection = np.zeros(len(self._curves.tables.points))
         self._alive = np.zeros(len(self._curves.tables.points))
-        self._known = np.zeros(plan.num_requests, dtype=np.bool_)
-        if plan.sampled_output_tokens is not None:
-            self._known[plan.sampled] = True
         self._lines = plan.cost_model.step_lines()
         self._blends = True
         self._granularity = plan.cost_model.hardware.token_granularity
@@ -119,7 +118,7 @@ class Blend(Policy):
         """Divide what waits into LEFT and RIGHT and put both in order.
 
         Where blending gains nothing, everything is LEFT, class by class with long outputs first, depth-first inside a
-        class: the policy then is `longest-first-dfs`.
+        class, much as `longest-first-dfs` does.
         """
         order = plan.leaf_order
         waits = self._waits[order.requests]
@@ -213,8 +212,7 @@ class Blend(Policy):
 
     def _expected(self, side: int) -> tuple[float, float, float]:
         """Of what waits on a side: tokens to compute, KV tokens to read, private KV tokens held, added over steps."""
-        tables = self._curves.tables
-        mean, square = tables.left[:, 0], tables.left_squared[:, 0]
+        mean, square = self._curves.mean(), self._curves.tables.left_squared[:, 0]
         share, count, prompt, own, tokens, reads, held, _ = self._sums[side].T
         return (
             float((share + count * mean + tokens).sum()),
@@ -300,8 +298,7 @@ class Blend(Policy):
 
     def _uncertainty(self, reads: float) -> float:
         """Relative standard error of the KV reads still to come, from how many lengths each class has shown."""
-        tables = self._curves.tables
-        mean, square = tables.left[:, 0], tables.left_squared[:, 0]
+        mean, square = self._curves.mean(), self._curves.tables.left_squared[:, 0]
         by_class = (self._sums[:, :, 2].sum(axis=0) * mean) + self._sums[:, :, 1].sum(axis=0) * square / 2
         variation = np.sqrt(np.maximum(square / mean**2 - 1.0, 0.0))
         error = np.minimum(2.0 * variation / np.sqrt(np.maximum(self._curves.num_finished, 1)), 1.0)

@@ -23,7 +23,7 @@ def make_policy(name: PolicyName, plan: Plan, *, seed: int = 0) -> Policy:
 
     `fcfs` keeps the file's order; `dfs` groups shared prefixes in the order of their first request; `random` shuffles;
     `longest-first` sorts by expected output; `longest-first-dfs` keeps subtrees together and takes those with long
-    outputs first; `dual-scan` is the paper's.
+    outputs first; `dual-scan` is the paper's, `blend` ours.
 
     Raises:
         ConfigError: no policy of that name.

@@ -51,11 +51,6 @@ class Control(Protocol):
         ...
 
     @property
-    def kv_tokens_to_read(self) -> int:
-        """KV tokens that the decodes of the next step attend to."""
-        ...
-
-    @property
     def kv_committed_tokens(self) -> int:
         """Tokens of KV held or surely needed by what runs."""
         ...
@@ -88,7 +83,7 @@ class Control(Protocol):
 class Policy:
     """Base of the policies: keeps length estimates current and retracted requests first in line.
 
-    Requests that were retracted, then the plan's sample, go before the policy's own order (`_admit_in_order`).
+    Requests in `_first` (retracted ones, and what a policy puts there) go before its own order (`_admit_in_order`).
     """
 
     name = ""
@@ -105,11 +100,10 @@ class Policy:
 
     def step(self, control: Control) -> int:
         """Admit what should run now; returns the token target of the next step."""
-        max_tokens = control.max_num_batched_tokens
         if len(self._first):
             self._first = self._first[self._admit_first(control) :]
         self._admit_in_order(control)
-        return max_tokens
+        return control.max_num_batched_tokens
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Requests have their results."""

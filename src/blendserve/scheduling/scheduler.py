@@ -75,12 +75,10 @@ class _Counter(IntEnum):
     NUM_RUNNING = 0
     BACKLOG = 1
     """tokens to compute before all running sequences decode"""
-    KV_READ = 2
-    """KV tokens that the next step's decodes attend to"""
 
 
 WAITING, RUNNING, FINISHED = int(_State.WAITING), int(_State.RUNNING), int(_State.FINISHED)
-NUM_RUNNING, BACKLOG, KV_READ = int(_Counter.NUM_RUNNING), int(_Counter.BACKLOG), int(_Counter.KV_READ)
+NUM_RUNNING, BACKLOG = int(_Counter.NUM_RUNNING), int(_Counter.BACKLOG)
 
 
 class _Sequences(NamedTuple):
@@ -286,11 +284,6 @@ class Scheduler:
     def prefill_backlog(self) -> int:
         """Tokens that the admitted sequences have yet to compute before all of them decode."""
         return int(self._counters[BACKLOG])
-
-    @property
-    def kv_tokens_to_read(self) -> int:
-        """KV tokens that the decodes of the next step attend to."""
-        return int(self._counters[KV_READ])
 
     @property
     def running_requests(self) -> Ints:
@@ -598,15 +591,12 @@ def _begin_step(arrays, now, block_size):  # type: ignore[no-untyped-def]
     if not _commit_decodes(arrays, block_size):
         return False
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
-    backlog = kv_read = 0
+    backlog = 0
     for i in range(arrays.counters[NUM_RUNNING]):
         slot = seqs.running[i]
         if seqs.num_computed[slot] < seqs.num_tokens[slot] - 1:
             backlog += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
-        else:
-            kv_read += seqs.num_tokens[slot]
     arrays.counters[BACKLOG] = backlog
-    arrays.counters[KV_READ] = kv_read
     return True
 
 

@@ -17,6 +17,7 @@ from blendserve.scheduling.blend import (
     _tokens_for,
     _towards_one,
 )
+from blendserve.scheduling.policies import PolicyName
 from blendserve.simulator import SimulationReport, plan_workload, simulate
 from blendserve.workloads import PAPER_MODELS, named_workload
 from tests.workload import request_table
@@ -98,10 +99,10 @@ def test_the_longest_that_fits_is_found(declared: list[int], admitted: set[int],
     )
 
 
-def run(workload: Any, policy: str, cost_model: CostModel, kv_cache_tokens: int) -> SimulationReport:
+def run(workload: Any, policy: PolicyName, cost_model: CostModel, kv_cache_tokens: int) -> SimulationReport:
     requests, plan = plan_workload(workload.requests, workload.output_tokens, cost_model, "sampled")
     return simulate(
-        "test", requests, workload.output_tokens, plan, policy, cost_model,  # type: ignore[arg-type]
+        "test", requests, workload.output_tokens, plan, policy, cost_model,
         lengths="sampled", kv_cache_tokens=kv_cache_tokens,
     )  # fmt: skip
 
@@ -136,5 +137,5 @@ def test_requests_of_one_kind_run_depth_first() -> None:
             "one kind", requests, output_tokens, plan, policy, A100, lengths="none", kv_cache_tokens=20_000
         )
         for policy in ("blend", "dfs")
-    )  # type: ignore[misc]
+    )
     assert blend.makespan_s == pytest.approx(dfs.makespan_s, rel=0.01)
