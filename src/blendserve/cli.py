@@ -187,7 +187,8 @@ SampleRatio = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Share of the requests run first to learn output lengths.",
+        help="Share of the requests that make up the sample to learn output lengths from. dual-scan runs it first, "
+        "and so does blend where it mixes.",
         rich_help_panel=_PLANNER,
     ),
 ]
@@ -871,8 +872,8 @@ def _print_plan(job: PlannedJob) -> None:
         f"({summary.compute_s:.1f} s compute, {summary.memory_s:.1f} s memory)"
     )
     console.print(
-        f"expect   about {summary.optimum_s:.1f} s ({bound}); {summary.num_sampled} requests run first to learn "
-        f"output lengths, {summary.num_split} split off"
+        f"expect   about {summary.optimum_s:.1f} s ({bound}); {summary.num_sampled} requests are a sample to "
+        f"learn output lengths from, {summary.num_split} split off"
     )
 
 
