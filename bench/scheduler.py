@@ -1,14 +1,15 @@
 """Time of one scheduler step (schedule and update, policy included) with 512 running sequences.
 
-    python bench/scheduler.py [--steps 3000]
+    python bench/scheduler.py [--requests 400000]
 
-The paper reports 0.08 ms on average and 0.23 ms at the 99th percentile for its runtime prefix-tree operation.
+Every step of the job counts until none waits any more, those in which the policy plans anew too. The paper reports 0.08 ms on average and 0.23 ms at the 99th percentile for its runtime prefix-tree operation.
 Prints a table; the last line of standard output is the same as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 
@@ -25,6 +26,7 @@ from blendserve.workloads import PAPER_MODELS
 
 NUM_RUNNING = 512
 WARM_UP_STEPS = 500
+"""steps in which memory fills and code is compiled"""
 
 
 def job(num_requests: int, seed: int = 0) -> tuple[RequestTable, np.ndarray]:
@@ -49,9 +51,11 @@ def job(num_requests: int, seed: int = 0) -> tuple[RequestTable, np.ndarray]:
     return table, output
 
 
-def measure(policy_name: PolicyName, steps: int, *, with_block_tables: bool) -> dict[str, float | str | bool]:
+def measure(
+    policy_name: PolicyName, num_requests: int, *, with_block_tables: bool
+) -> dict[str, float | str | bool]:
     cost_model = CostModel(PAPER_MODELS["llama-3-8b"], HardwareSpec.load("a100-80g-paper"))
-    requests, output = job(60_000)
+    requests, output = job(num_requests)
     plan = make_plan(requests, cost_model)
     block_size, num_blocks = 16, 30_000
     scheduler = Scheduler(
@@ -67,7 +71,7 @@ def measure(policy_name: PolicyName, steps: int, *, with_block_tables: bool) -> 
     executor = SimulatedExecutor(cost_model, output_tokens=output)
     executor.start(requests)
     spent, running = [], []
-    for step in range(WARM_UP_STEPS + steps):
+    for step in itertools.count():
         started = time.perf_counter()
         batch = scheduler.schedule()
         scheduled = time.perf_counter()
@@ -83,28 +87,30 @@ def measure(policy_name: PolicyName, steps: int, *, with_block_tables: bool) -> 
     return {
         "policy": policy_name,
         "block_tables": with_block_tables,
+        "requests": num_requests,
         "steps": len(spent),
         "mean_running": float(np.mean(running)),
         "mean_ms": float(milliseconds.mean()),
         "p50_ms": float(np.percentile(milliseconds, 50)),
         "p99_ms": float(np.percentile(milliseconds, 99)),
+        "max_ms": float(milliseconds.max()),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3000)
-    steps = parser.parse_args().steps
+    parser.add_argument("--requests", type=int, default=400_000)
+    num_requests = parser.parse_args().requests
     rows = [
-        measure(policy, steps, with_block_tables=tables)
+        measure(policy, num_requests, with_block_tables=tables)
         for policy in ("dfs", "dual-scan", "blend")
         for tables in (True, False)
     ]
-    print("policy | block tables | running | mean ms | P50 ms | P99 ms")
+    print("policy | block tables | running | mean ms | P50 ms | P99 ms | max ms")
     for row in rows:
         print(
             f"{row['policy']} | {row['block_tables']} | {row['mean_running']:.0f} | "
-            f"{row['mean_ms']:.3f} | {row['p50_ms']:.3f} | {row['p99_ms']:.3f}"
+            f"{row['mean_ms']:.3f} | {row['p50_ms']:.3f} | {row['p99_ms']:.3f} | {row['max_ms']:.0f}"
         )
     print(json.dumps({"rows": rows, "paper": {"mean_ms": 0.08, "p99_ms": 0.23}}))
 

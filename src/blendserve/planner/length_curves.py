@@ -63,6 +63,8 @@ class LengthCurves:
         self._ended = np.zeros((len(caps), num_buckets))
         self.num_finished = np.zeros(len(caps), dtype=np.int64)
         self.tables = CurveTables(points, np.zeros((*shape, num_points)), np.zeros(shape), np.zeros(shape))
+        start = np.concatenate(([0.0], 2.0 ** ((np.arange(num_buckets) + 0.5) / BUCKETS_PER_OCTAVE)))
+        self._bucket, self._fraction = _places(start[:, None] + points, num_buckets)
         nobody = np.empty(0, dtype=np.int32)
         self.refresh(nobody, nobody)
 
@@ -72,11 +74,16 @@ class LengthCurves:
 
     def refresh(self, classes: Ints, generated: Ints) -> None:
         """Renew `tables`, with the classes and ages of what runs now."""
-        _fit(self._at_risk, self._ended, self.num_finished, self._caps, classes, generated, self.tables)
+        running = classes, generated
+        places = self._bucket, self._fraction
+        _fit(self._at_risk, self._ended, self.num_finished, self._caps, *running, *places, self.tables)
 
-    def mean(self) -> Floats:
-        """[num_classes] expected output tokens of a request that has not started."""
-        return np.asarray(self.tables.left[:, 0])
+
+def _places(tokens: Floats, num_buckets: int) -> tuple[Ints, Floats]:
+    """Where on a curve numbers of tokens lie: bucket, and how far from its lower edge to its upper one."""
+    bucket = np.minimum(BUCKETS_PER_OCTAVE * np.log2(np.maximum(tokens, 1.0)), num_buckets).astype(np.int32)
+    low, high = 2.0 ** (bucket / BUCKETS_PER_OCTAVE), 2.0 ** ((bucket + 1) / BUCKETS_PER_OCTAVE)
+    return bucket, np.clip((tokens - low) / (high - low), 0.0, 1.0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -91,26 +98,14 @@ def _count(at_risk, ended, num_finished, classes, output_tokens):  # type: ignor
 
 
 @numba.njit(cache=True, nogil=True)
-def _survival(curve, tokens):  # type: ignore[no-untyped-def]
-    """Probability that an output has more than `tokens` tokens, linear between the edges of buckets."""
-    if tokens < 1.0:
-        return 1.0
-    place = BUCKETS_PER_OCTAVE * np.log2(tokens)
-    bucket = int(place)
-    if bucket >= len(curve) - 1:
-        return 0.0
-    low = 2.0 ** (bucket / BUCKETS_PER_OCTAVE)
-    high = 2.0 ** ((bucket + 1) / BUCKETS_PER_OCTAVE)
-    return curve[bucket] + (curve[bucket + 1] - curve[bucket]) * (tokens - low) / (high - low)
-
-
-@numba.njit(cache=True, nogil=True)
-def _fit(at_risk, ended, num_finished, caps, classes, generated, tables):  # type: ignore[no-untyped-def]
+def _fit(at_risk, ended, num_finished, caps, classes, generated, bucket_at, fraction_at, tables):  # type: ignore[no-untyped-def]
     num_classes, num_buckets = at_risk.shape
     running = np.zeros((num_classes, num_buckets + 1))
     for i in range(len(classes)):  # at risk in every bucket that it has left behind
         running[classes[i], min(max(age_index(generated[i]) - 1, 0), num_buckets)] += 1.0
-    curve = np.empty(num_buckets + 1)
+    curve = np.zeros(
+        num_buckets + 2
+    )  # probability of more tokens than a bucket's lower edge, linear in between
     points = tables.points
     for group in range(num_classes):
         for bucket in range(num_buckets - 1, -1, -1):
@@ -125,11 +120,14 @@ def _fit(at_risk, ended, num_finished, caps, classes, generated, tables):  # typ
                 hazard = (ended[group, bucket] + weight / (last + 1 - bucket)) / (risk + weight)
             curve[bucket + 1] = curve[bucket] * (1.0 - hazard)
         for age in range(tables.alive.shape[1]):
-            start = 0.0 if age == 0 else 2.0 ** ((age - 0.5) / BUCKETS_PER_OCTAVE)
-            now = _survival(curve, start)
+            now = 0.0
             left = left_squared = 0.0
             for i in range(len(points)):
-                alive = _survival(curve, start + points[i]) / now if now > 0.0 else 0.0
+                place = bucket_at[age, i]
+                alive = curve[place] + (curve[place + 1] - curve[place]) * fraction_at[age, i]
+                if i == 0:
+                    now = alive
+                alive = alive / now if now > 0.0 else 0.0
                 if i == 0:
                     alive = 1.0
                 tables.alive[group, age, i] = alive
@@ -139,7 +137,7 @@ def _fit(at_risk, ended, num_finished, caps, classes, generated, tables):  # typ
                     left += (alive + before) / 2.0 * width
                     left_squared += (alive * points[i] + before * points[i - 1]) * width
             if age == 0:  # outputs shorter than the first point ahead need the curve's own resolution
-                left, left_squared = _moments(curve)
+                left, left_squared = _moments(curve[:-1])
             tables.left[group, age] = max(left, 1.0)
             tables.left_squared[group, age] = max(left_squared, 1.0)
 

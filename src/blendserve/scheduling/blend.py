@@ -212,13 +212,9 @@ class Blend(Policy):
 
     def _expected(self, side: int) -> tuple[float, float, float]:
         """Of what waits on a side: tokens to compute, KV tokens to read, private KV tokens held, added over steps."""
-        mean, square = self._curves.mean(), self._curves.tables.left_squared[:, 0]
-        share, count, prompt, own, tokens, reads, held, _ = self._sums[side].T
-        return (
-            float((share + count * mean + tokens).sum()),
-            float((prompt * mean + count * square / 2 + reads).sum()),
-            float((own * mean + count * square / 2 + held).sum()),
-        )
+        tables = self._curves.tables
+        tokens, reads, held = _waiting_work(self._sums[side], tables.left, tables.left_squared)
+        return float(tokens), float(reads), float(held)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -298,11 +294,9 @@ class Blend(Policy):
 
     def _uncertainty(self, reads: float) -> float:
         """Relative standard error of the KV reads still to come, from how many lengths each class has shown."""
-        mean, square = self._curves.mean(), self._curves.tables.left_squared[:, 0]
-        by_class = (self._sums[:, :, 2].sum(axis=0) * mean) + self._sums[:, :, 1].sum(axis=0) * square / 2
-        variation = np.sqrt(np.maximum(square / mean**2 - 1.0, 0.0))
-        error = np.minimum(2.0 * variation / np.sqrt(np.maximum(self._curves.num_finished, 1)), 1.0)
-        return float((by_class * error).sum() / max(reads, 1.0))
+        tables = self._curves.tables
+        error = _reads_error(self._sums, tables.left, tables.left_squared, self._curves.num_finished)
+        return float(error) / max(reads, 1.0)
 
     # -- RIGHT ---------------------------------------------------------------------------------------------------
 
@@ -428,6 +422,31 @@ def _take_from_waiting(waits, sums, requests, table):  # type: ignore[no-untyped
         if waits[requests[i]]:
             waits[requests[i]] = False
             _add_to_sums(sums, requests[i : i + 1], -1.0, table)
+
+
+@numba.njit(cache=True, nogil=True)
+def _waiting_work(sums, left, left_squared):  # type: ignore[no-untyped-def]
+    """See `Blend._expected`; `sums` of one side."""
+    tokens = reads = held = 0.0
+    for group in range(len(sums)):
+        row, mean, half_square = sums[group], left[group, 0], left_squared[group, 0] / 2.0
+        tokens += row[0] + row[1] * mean + row[4]
+        reads += row[2] * mean + row[1] * half_square + row[5]
+        held += row[3] * mean + row[1] * half_square + row[6]
+    return tokens, reads, held
+
+
+@numba.njit(cache=True, nogil=True)
+def _reads_error(sums, left, left_squared, num_finished):  # type: ignore[no-untyped-def]
+    """Standard error of the KV reads of what waits on both sides, classes taken to err alike."""
+    total = 0.0
+    for group in range(sums.shape[1]):
+        mean, square = left[group, 0], left_squared[group, 0]
+        reads = (sums[0, group, 2] + sums[1, group, 2]) * mean
+        reads += (sums[0, group, 1] + sums[1, group, 1]) * square / 2.0
+        variation = np.sqrt(max(square / mean**2 - 1.0, 0.0))
+        total += reads * min(2.0 * variation / np.sqrt(max(num_finished[group], 1)), 1.0)
+    return total
 
 
 @numba.njit(cache=True, nogil=True)

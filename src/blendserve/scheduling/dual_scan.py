@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 
 from blendserve.cost_model import memory_split
@@ -33,7 +34,7 @@ class DualScan(Policy):
         self._own_prompt_tokens = plan.own_prompt_tokens().astype(np.float64)
         self._side = np.zeros(plan.num_requests, dtype=np.int8)
         self._charge = np.zeros(plan.num_requests)
-        self._charged = {LEFT: 0.0, RIGHT: 0.0}
+        self._charged = np.zeros(3)
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
@@ -83,37 +84,33 @@ class DualScan(Policy):
         if room <= 0 or len(self._waiting) == 0:
             return
         ahead = self._waiting[:LOOK_AHEAD] if side == LEFT else self._waiting[: -LOOK_AHEAD - 1 : -1]
-        charged = np.cumsum(np.where(self._side[ahead] == NEITHER, self._charge[ahead], 0.0))
-        ahead = ahead[: np.searchsorted(charged, room) + 1]
+        ahead = _within(ahead, self._side, self._charge, room)
         settled = control.admit(ahead, self.output_tokens_est, control.max_num_batched_tokens)
+        if settled == 0:
+            return
         self._charge_to(side, ahead[:settled])
         end = len(self._waiting)
         kept = slice(settled, end) if side == LEFT else slice(0, end - settled)
         self._waiting, self._unit_density = self._waiting[kept], self._unit_density[kept]
 
     def _charge_to(self, side: int, requests: Ints) -> None:
-        requests = requests[self._side[requests] == NEITHER]
-        self._side[requests] = side
-        self._charged[side] += float(self._charge[requests].sum())
+        _charge_to(side, requests, self._side, self._charge, self._charged)
 
     def _uncharge(self, requests: Ints) -> None:
-        for side in (LEFT, RIGHT):
-            self._charged[side] -= float(self._charge[requests[self._side[requests] == side]].sum())
+        _uncharge(requests, self._side, self._charge, self._charged)
 
     def _charge_overruns(self, control: Control) -> None:
         """Charge what has outgrown its estimate for its real size, to the right side."""
-        requests, generated = control.running_requests, control.running_output_tokens
-        late = generated > self.output_tokens_est[requests]
-        if not late.any():
-            return
-        requests, generated = requests[late], generated[late]
-        self._uncharge(requests)
-        self.output_tokens_est[requests] = np.minimum(
-            OVERRUN_FACTOR * generated, self.plan.max_tokens[requests]
+        _charge_overruns(
+            control.running_requests,
+            control.running_output_tokens,
+            self.output_tokens_est,
+            self.plan.max_tokens,
+            self._own_prompt_tokens,
+            self._side,
+            self._charge,
+            self._charged,
         )
-        self._charge[requests] = self._own_prompt_tokens[requests] + self.output_tokens_est[requests] / 2
-        self._side[requests] = NEITHER
-        self._charge_to(RIGHT, requests)
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Free the requests' share of their side."""
@@ -126,3 +123,43 @@ class DualScan(Policy):
         self._uncharge(requests)
         self._side[requests] = NEITHER
         super().retracted(request, output_tokens)
+
+
+@numba.njit(cache=True, nogil=True)
+def _within(ahead, sides, charge, room):  # type: ignore[no-untyped-def]
+    """The leading requests up to the one whose charge takes the last of the room, in new memory."""
+    for i in range(len(ahead)):
+        if sides[ahead[i]] == NEITHER:
+            room -= charge[ahead[i]]
+        if room <= 0.0:
+            return ahead[: i + 1].copy()
+    return ahead.copy()
+
+
+@numba.njit(cache=True, nogil=True)
+def _charge_to(side, requests, sides, charge, charged):  # type: ignore[no-untyped-def]
+    """Charge requests to a side, unless they are charged already."""
+    for i in range(len(requests)):
+        request = requests[i]
+        if sides[request] == NEITHER:
+            sides[request] = side
+            charged[side] += charge[request]
+
+
+@numba.njit(cache=True, nogil=True)
+def _uncharge(requests, sides, charge, charged):  # type: ignore[no-untyped-def]
+    """Take the charges of requests back; they keep their side."""
+    for i in range(len(requests)):
+        charged[sides[requests[i]]] -= charge[requests[i]]
+
+
+@numba.njit(cache=True, nogil=True)
+def _charge_overruns(requests, generated, output_est, max_tokens, own, sides, charge, charged):  # type: ignore[no-untyped-def]
+    for i in range(len(requests)):
+        request = requests[i]
+        if generated[i] > output_est[request]:
+            charged[sides[request]] -= charge[request]
+            output_est[request] = min(OVERRUN_FACTOR * generated[i], max_tokens[request])
+            charge[request] = own[request] + output_est[request] / 2.0
+            sides[request] = RIGHT
+            charged[RIGHT] += charge[request]

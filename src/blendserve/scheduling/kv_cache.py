@@ -24,10 +24,12 @@ Without an executor that holds KV the links are left out (`next_block` is empty)
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from blendserve.planner.prefix_tree import Ints, PrefixTree
@@ -96,14 +98,38 @@ class KVArrays(NamedTuple):
     """[12, num_nodes] the columns of `KVState` from `parent` on"""
 
 
+def uncounted(array: NDArray[Any]) -> NDArray[Any]:
+    """In compiled code, the same array without reference counts; in Python, the array itself.
+
+    Compiled code counts every array of every NamedTuple that it hands to a function, with atomic operations; for the
+    thirty columns of `KVState` and the sequences that took a quarter of a step. The caller must keep the array alive.
+    """
+    return array
+
+
+@intrinsic
+def _without_owner(typing_context, array):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        view = context.make_array(array)(context, builder, arguments[0])
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        return view._getvalue()
+
+    return array(array), generate
+
+
+@overload(uncounted)
+def _uncounted(array):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    return lambda array: _without_owner(array)  # noqa: PLW0108 (numba matches the names of parameters)
+
+
 @numba.njit(cache=True, nogil=True, inline="always")
 def kv_view(arrays):  # type: ignore[no-untyped-def]
     """The `KVState` of `KVArrays`."""
-    nodes = arrays.nodes
+    nodes = uncounted(arrays.nodes)
     return KVState(
-        arrays.next_block,
-        arrays.counts,
-        arrays.leaf,
+        uncounted(arrays.next_block),
+        uncounted(arrays.counts),
+        uncounted(arrays.leaf),
         nodes[0],
         nodes[1],
         nodes[2],

@@ -135,7 +135,7 @@ class _Arrays(NamedTuple):
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _sequences(arrays):  # type: ignore[no-untyped-def]
-    slots = arrays.slots
+    slots = kv_cache.uncounted(arrays.slots)
     return _Sequences(
         slots[0],
         slots[1],
@@ -143,7 +143,7 @@ def _sequences(arrays):  # type: ignore[no-untyped-def]
         slots[3],
         slots[4],
         slots[5],
-        arrays.path,
+        kv_cache.uncounted(arrays.path),
         slots[6],
         slots[7],
         slots[8],
@@ -160,7 +160,7 @@ def _sequences(arrays):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _requests(arrays):  # type: ignore[no-untyped-def]
-    columns = arrays.requests
+    columns = kv_cache.uncounted(arrays.requests)
     return _Requests(columns[0], columns[1], columns[2], columns[3], columns[4])
 
 
@@ -715,7 +715,7 @@ def _form_batch(arrays, target, block_size, columns, samples):  # type: ignore[n
     the batch's totals.
     """
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
-    block_tables, num_cached = arrays.block_tables, _requests(arrays).num_cached
+    block_tables, num_cached = kv_cache.uncounted(arrays.block_tables), _requests(arrays).num_cached
     num_running = arrays.counters[NUM_RUNNING]
     budget = target
     rows = 0
