@@ -36,6 +36,8 @@ BALANCE_EVERY = 64
 """steps between two looks at the work that remains"""
 CURVES_EVERY = 256
 """steps between two fits of the length curves"""
+MAX_DRIFT = 0.25
+"""change of the output expected of what waits, of all of it, after which the order is made anew"""
 RESERVE_FACTOR = 1.2
 """memory kept for LEFT, over what Little's law gives it on average"""
 RESERVE_DEVIATIONS = 0.5
@@ -96,6 +98,7 @@ class Blend(Policy):
             nobody = np.empty(0, dtype=np.int32)
             self._curves.refresh(nobody, nobody)
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
+        self._unfinished = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 8))
         self._projection = np.zeros(len(self._curves.tables.points))
         self._alive = np.zeros(len(self._curves.tables.points))
@@ -121,15 +124,16 @@ class Blend(Policy):
         class, much as `longest-first-dfs` does.
         """
         order = plan.leaf_order
+        unit = np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))
+        density = np.where(self._sticks(order.requests), order.unit_density[unit], order.density)
+        remains = self._unfinished[order.requests]
+        self._blends = self._gain(order.requests[remains], unit[remains]) >= MIN_GAIN
+        self._table.right[order.requests] = (density < plan.density()) & self._blends  # what runs, too
         waits = self._waits[order.requests]
-        requests = order.requests[waits]
-        unit = np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))[waits]
+        requests, unit = order.requests[waits], unit[waits]
         sampled = np.zeros(plan.num_requests, dtype=np.bool_)
         sampled[plan.sampled] = True
-        self._blends = self._gain(requests, unit) >= MIN_GAIN
-        density = np.where(self._sticks(requests), order.unit_density[unit], order.density[waits])
-        is_right = (density < plan.density()) & self._blends
-        self._table.right[requests] = is_right
+        is_right = self._table.right[requests] > 0
         self._right = self._longest_first(requests[is_right], unit[is_right], sampled)
         self._next_right = np.arange(len(self._right) + 1, dtype=np.int32)
         left = requests[~is_right]
@@ -203,8 +207,29 @@ class Blend(Policy):
         return np.asarray(requests[np.lexsort((progress, ~first))])
 
     def _estimates_changed(self) -> None:
+        self._scale_to_curves()
         self._reorder()
         self._divide(self.plan)
+
+    def _scale_to_curves(self) -> None:
+        """Scale the estimates of every class so that their mean is its curve's.
+
+        The estimator knows finished requests only, and while long outputs are under way those are the short ones.
+        """
+        self._planned_mean = self._curves.tables.left[:, 0].copy()
+        unknown = self._unfinished & (self._table.declared == 0)
+        group = self._table.group[unknown]
+        count = np.bincount(group, minlength=len(self._planned_mean))
+        total = np.bincount(group, weights=self.output_tokens_est[unknown], minlength=len(count))
+        factor = np.where(count > 0, self._planned_mean * count / np.maximum(total, 1.0), 1.0)
+        estimate = self.output_tokens_est[unknown] * factor[group]
+        self.output_tokens_est[unknown] = np.clip(estimate, 1.0, self.plan.max_tokens[unknown])
+
+    def _drifted(self) -> bool:
+        """Whether the curves have moved away from what the present order was made for."""
+        waiting = self._sums[:, :, 1].sum(axis=0)
+        old, new = waiting * self._planned_mean, waiting * self._curves.tables.left[:, 0]
+        return bool(np.abs(new - old).sum() > MAX_DRIFT * old.sum())
 
     def _count(self, side: int, requests: Ints, sign: float) -> None:
         """Add requests to (or take them from) the sums over what waits; see `_expected`."""
@@ -221,6 +246,7 @@ class Blend(Policy):
     def start(self, control: Control) -> None:
         """Learn the memory, and put the requests in order for it."""
         self._capacity = control.kv_capacity_tokens
+        self._planned_mean = self._curves.tables.left[:, 0].copy()
         self._divide(self.plan)
 
     def step(self, control: Control) -> int:
@@ -229,6 +255,9 @@ class Blend(Policy):
         if step % CURVES_EVERY == 0 and step > 0:
             requests = control.running_requests
             self._curves.refresh(self._table.group[requests], control.running_output_tokens)
+            if self._drifted():
+                self.output_tokens_est = self._estimator.estimate()
+                self._estimates_changed()
         if step % BALANCE_EVERY == 0:
             self._balance(control)
         if step % PROJECT_EVERY == 0:
@@ -378,6 +407,7 @@ class Blend(Policy):
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Learn from finished requests; memory has become free."""
         self._try_right = self._try_right or bool(self._table.right[requests].any())
+        self._unfinished[requests] = False
         new = ~self._known[requests]
         self._curves.finished(self._table.group[requests[new]], output_tokens[new])
         super().finished(requests, output_tokens)
