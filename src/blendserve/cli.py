@@ -35,6 +35,7 @@ from blendserve.experiments import (
     SETTINGS,
     TITLES,
     Case,
+    FinishedRuns,
     Row,
     Setting,
     read_lengths,
@@ -445,7 +446,12 @@ def simulate_command(
     ] = 1,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Folder for report.html and results.json."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder for report.html, results.json and rows.jsonl; a series that was stopped goes on from there.",
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Workloads simulated at the same time.")] = 1,
     seed: Annotated[
@@ -492,7 +498,10 @@ def simulate_command(
                     for p in policies
                 ]
             }
-        rows = _run_experiments(cases, num_requests, workload, seed, processes)
+        finished = None
+        if output is not None and workload is None:
+            finished = FinishedRuns(output / "rows.jsonl", num_requests, seed)
+        rows = _run_experiments(cases, num_requests, workload, seed, processes, finished)
         for name, of_figure in rows.items():
             _print_table(f"{TITLES.get(name, name)} (simulated, {num_requests:,} requests)", table(of_figure))
         if output is not None:
@@ -783,10 +792,18 @@ def _simulated_cost(job: PlannedJob, policy_name: PolicyName) -> dict[str, Any]:
 
 
 def _run_experiments(
-    cases: dict[str, list[Case]], num_requests: int, workload: Workload | None, seed: int, processes: int
+    cases: dict[str, list[Case]],
+    num_requests: int,
+    workload: Workload | None,
+    seed: int,
+    processes: int,
+    finished: FinishedRuns | None,
 ) -> dict[str, list[Row]]:
-    """Every case once, whatever figures it belongs to."""
+    """Every case once, whatever figures it belongs to; those that ran before not again."""
     together = list(dict.fromkeys(case for of_figure in cases.values() for case in of_figure))
+    known = {case: finished.rows[case] for case in together if case in finished.rows} if finished else {}
+    if known:
+        console.print(f"{len(known)} of {len(together)} runs are there already")
     with Progress(
         TextColumn("simulating"),
         BarColumn(),
@@ -795,14 +812,21 @@ def _run_experiments(
         console=console,
         transient=True,
     ) as bar:
-        task = bar.add_task("", total=len(together))
+        task = bar.add_task("", total=len(together), completed=len(known))
+
+        def keep(row: Row) -> None:
+            bar.advance(task)
+            if finished is not None:
+                finished.add(row)
+
         done = run_cases(
             together,
             num_requests,
             workload=workload,
             seed=seed,
             processes=processes,
-            on_done=lambda _row: bar.advance(task),
+            finished=known,
+            on_done=keep,
         )
     by_case = dict(zip(together, done, strict=True))
     return {name: [by_case[case] for case in of_figure] for name, of_figure in cases.items()}

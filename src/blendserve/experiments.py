@@ -5,6 +5,8 @@ Figures are numbered as in `docs/paper.md`, which says what of the paper each on
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import orjson
 
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap
 from blendserve.engines.batching import BatchingEngine
@@ -153,6 +156,42 @@ def _figures() -> dict[str, list[Case]]:
 FIGURES: dict[str, list[Case]] = _figures()
 
 
+class FinishedRuns:
+    """Rows of finished runs in a file, a JSON line each, so that a series of runs that was stopped can go on.
+
+    Runs of another size or seed, or of other code, stay in the file and are not used.
+    """
+
+    def __init__(self, path: Path, num_requests: int, seed: int) -> None:
+        self._path = path
+        self._key = f"{num_requests} {seed} {_code_digest()}"
+        self.rows: dict[Case, Row] = {}
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in lines:
+            with contextlib.suppress(
+                orjson.JSONDecodeError
+            ):  # the last line, if the process was killed in it
+                row = orjson.loads(line)
+                if row.pop("run") == self._key:
+                    self.rows[Case(**{field.name: row[field.name] for field in fields(Case)})] = row
+
+    def add(self, row: Row) -> None:
+        """Write a row at once."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        line = orjson.dumps({"run": self._key, **row}, option=orjson.OPT_SERIALIZE_NUMPY)
+        torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        with self._path.open("ab") as file:
+            file.write((b"\n" if torn else b"") + line + b"\n")
+
+
+def _code_digest() -> str:
+    """Of the package's source, on which simulated figures depend."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def run_cases(
     cases: list[Case],
     num_requests: int,
@@ -160,6 +199,7 @@ def run_cases(
     workload: Workload | None = None,
     seed: int = 0,
     processes: int = 1,
+    finished: dict[Case, Row] | None = None,
     on_done: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """Simulate cases, each once; rows in the order of `cases`.
@@ -170,16 +210,17 @@ def run_cases(
         workload: run this one instead of those, in this process.
         seed: of workloads and policies.
         processes: workloads simulated at the same time.
-        on_done: called with every row as soon as it is there.
+        finished: rows that are there already; their cases are not run.
+        on_done: called with every new row as soon as it is there.
 
     Returns:
         Flat fields of the case and of its `SimulationReport`; the series only where asked for.
     """
-    distinct = list(dict.fromkeys(cases))
+    rows: dict[Case, Row] = dict(finished or {})
     groups: dict[tuple[str, str], list[Case]] = {}
-    for case in distinct:
-        groups.setdefault((case.workload, case.model), []).append(case)
-    rows: dict[Case, Row] = {}
+    for case in dict.fromkeys(cases):
+        if case not in rows:
+            groups.setdefault((case.workload, case.model), []).append(case)
 
     def keep(done: list[tuple[Case, Row]]) -> None:
         for case, row in done:

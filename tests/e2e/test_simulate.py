@@ -40,6 +40,22 @@ def test_a_workload_compares_policies_and_writes_a_report(tmp_path: Path) -> Non
     assert "of optimum" in done.stderr
 
 
+def test_a_series_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    common = ("trace1", "--num-requests", "2000", "--setting", "smooth", "--json", "-o", tmp_path)
+    first = simulate(*common, "--policy", "dfs")
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"run": "killed while wri')
+    both = simulate(*common, "--policy", "dfs,blend")
+    assert "1 of 2 runs are there already" in both.stderr
+    without_series = [{**row, "series": None} for row in rows(both)]
+    assert without_series[:1] == [{**row, "series": None} for row in rows(first)]
+    again = simulate(*common, "--policy", "dfs,blend")
+    assert "2 of 2 runs are there already" in again.stderr
+    assert [{**row, "series": None} for row in rows(again)] == without_series
+    other = simulate(*common, "--policy", "dfs", "--seed", "1")
+    assert "there already" not in other.stderr
+
+
 def test_a_file_of_lengths(tmp_path: Path) -> None:
     lines = ["input_tokens,output_tokens"] + [f"{100 + i % 300},{1 + i % 50}" for i in range(500)]
     lengths = tmp_path / "lengths.csv"
