@@ -27,7 +27,7 @@ from blendserve.report import Section, Table
 from blendserve.request import RequestTable
 from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
-from blendserve.simulator import Lengths, Series, SimulationReport, plan_workload, simulate
+from blendserve.simulator import Calibration, Lengths, Series, SimulationReport, plan_workload, simulate
 from blendserve.workloads import (
     GRID,
     HIGH_VARIANCE,
@@ -472,6 +472,7 @@ def sections(rows: dict[str, list[Row]]) -> list[Section]:
             figures = [
                 report.throughput_bars(reports, title),
                 report.loss_bars(reports, "Where the time went"),
+                report.calibration(reports, "Output lengths, expected and real"),
             ]
         found.append(Section(f"{name}: {title}", "", figures, table(of_figure)))
     return found
@@ -480,6 +481,7 @@ def sections(rows: dict[str, list[Row]]) -> list[Section]:
 def report_of(row: Row) -> SimulationReport:
     """The report that a row was made of."""
     known = {field.name: row[field.name] for field in fields(SimulationReport)}
+    known["calibration"] = Calibration(**known["calibration"])
     if known["series"] is not None:
         known["series"] = Series(**known["series"])
     return SimulationReport(**known)

@@ -202,6 +202,49 @@ def loss_bars(reports: Sequence[SimulationReport], title: str) -> Figure:
     return figure
 
 
+def calibration(reports: Sequence[SimulationReport], title: str) -> Figure:
+    """Output tokens over those expected at admission, by groups of equal expectation; bars from P10 to P90."""
+    from plotly.graph_objects import Scatter
+
+    names, shared = _run_names(reports)
+    figure = _figure(title, f"Output tokens expected{shared}", "Output tokens, mean of the group")
+    for index, report in enumerate(reports):
+        groups = report.calibration
+        figure.add_trace(
+            Scatter(
+                name=f"{report.workload}, {names[_run(report)]}",
+                x=groups.expected,
+                y=groups.actual,
+                mode="markers",
+                marker_color=OTHER_COLOURS[index % len(OTHER_COLOURS)],
+                error_y={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [
+                        max(high - mean, 0)
+                        for high, mean in zip(groups.actual_p90, groups.actual, strict=True)
+                    ],
+                    "arrayminus": [
+                        max(mean - low, 0) for low, mean in zip(groups.actual_p10, groups.actual, strict=True)
+                    ],
+                },
+                hovertemplate="expected %{x:,.0f}, came %{y:,.0f}<extra></extra>",
+            )
+        )
+    ends = [
+        value for report in reports for value in (*report.calibration.expected, *report.calibration.actual)
+    ]
+    span = [max(min(ends, default=1.0), 1.0), max(ends, default=1.0)]
+    figure.add_trace(
+        Scatter(
+            name="as expected", x=span, y=span, mode="lines", line={"color": NEUTRAL_COLOUR, "dash": "dot"}
+        )
+    )
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log")
+    return figure
+
+
 def over_time(report: SimulationReport) -> Figure:
     """Compute and memory time of a run's steps over simulated time, and how full the KV memory was.
 

@@ -102,6 +102,8 @@ class Completion:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """prompt tokens whose KV came from the prefix cache or from another request of the same step"""
+    output_tokens_est: int = 0
+    """output tokens that were expected when the request was admitted; 0 where the engine does not tell"""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
 from blendserve.planner.prefix_tree import Ints, PrefixTree
-from blendserve.request import RequestTable
+from blendserve.request import Completion, RequestTable
 from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
 
@@ -27,6 +27,7 @@ warm-up; none: all are learnt while running"""
 LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
 
 SERIES_POINTS = 400
+CALIBRATION_GROUPS = 10
 RAMP_ENDS_AT_KV_RATIO = 0.5
 
 
@@ -94,6 +95,24 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibration:
+    """Output lengths expected at admission against those that came, for requests of about equal expectation.
+
+    [num_groups] each, by ascending expectation; `CALIBRATION_GROUPS` groups of equally many requests, fewer where many
+    have the same expectation. Without the requests whose lengths the plan knew from a sample.
+    """
+
+    num_requests: list[int]
+    expected: list[float]
+    """mean output tokens expected"""
+    actual: list[float]
+    """mean output tokens"""
+    actual_p10: list[float]
+    actual_p50: list[float]
+    actual_p90: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationReport:
     """One simulated run. Ratios of loss are shares of the makespan."""
 
@@ -131,6 +150,7 @@ class SimulationReport:
     loss_recompute_ratio: float
     loss_other_ratio: float
     """padding, and reads of recomputed tokens"""
+    calibration: Calibration
     series: Series | None = None
 
 
@@ -196,6 +216,7 @@ def simulate(
     policy = make_policy(policy_name, plan, seed=seed)
     facts: list[tuple[float, float, float, int, float, int]] = []
     num_prefill = num_cached = num_retracted = 0
+    expected = np.zeros(len(requests), dtype=np.int32)
     for step in engine.run(requests, policy):
         stats = step.stats
         facts.append(
@@ -210,8 +231,10 @@ def simulate(
         )
         num_prefill += stats.num_prefill_tokens
         num_retracted += stats.num_retracted
-        for _, result in step.results:
-            num_cached += result.num_cached_tokens  # type: ignore[union-attr]
+        for request, result in step.results:
+            assert isinstance(result, Completion)
+            num_cached += result.num_cached_tokens
+            expected[request] = result.output_tokens_est
     duration, compute, memory, running, kv_usage, waiting = np.array(facts, dtype=np.float64).T
     makespan_s = float(duration.sum())
     bound = practical_optimum(
@@ -246,6 +269,9 @@ def simulate(
         "loss_sharing_ratio": (first_time - plan.tree.num_unique_units) * token_s,
         "loss_recompute_ratio": num_recomputed * token_s,
     }
+    unknown = np.ones(len(requests), dtype=np.bool_)
+    if plan.sampled_output_tokens is not None:
+        unknown[plan.sampled] = False
     losses["loss_other_ratio"] = makespan_s - bound.optimum_s - sum(losses.values())
     num_tokens = plan.tree.num_units + int(output_tokens.sum(dtype=np.int64))
     return SimulationReport(
@@ -268,8 +294,25 @@ def simulate(
         num_retracted=num_retracted,
         recomputed_ratio=num_recomputed / num_computed,
         mean_kv_usage_ratio=float((kv_usage * duration).sum() / makespan_s),
+        calibration=_calibration(expected[unknown], output_tokens[unknown]),
         series=_series(duration, compute, memory, running, kv_usage) if with_series else None,
         **{loss: seconds / makespan_s for loss, seconds in losses.items()},
+    )
+
+
+def _calibration(expected: Ints, actual: Ints) -> Calibration:
+    # Groups begin at quantiles of the expectation; equal expectations stay together.
+    edges = np.unique(
+        np.quantile(expected, np.arange(CALIBRATION_GROUPS) / CALIBRATION_GROUPS, method="lower")
+    )
+    group = np.searchsorted(edges, expected, side="right") - 1
+    members = [np.flatnonzero(group == index) for index in range(len(edges))]
+    quantiles = np.array([np.quantile(actual[of], (0.1, 0.5, 0.9)) for of in members]).T.tolist()
+    return Calibration(
+        [len(of) for of in members],
+        [float(expected[of].mean()) for of in members],
+        [float(actual[of].mean()) for of in members],
+        *quantiles,
     )
 
 

@@ -63,7 +63,7 @@ class ShadowedRun:
             self.write(batch)
             self.read(batch)
             step = self.executor.execute(batch)
-            for request, num_cached in scheduler.update(batch, step.finished, step.duration_s):
+            for request, num_cached, _ in scheduler.update(batch, step.finished, step.duration_s):
                 assert request not in self.cached
                 self.cached[request] = num_cached
             scheduler.check_conservation()

@@ -22,7 +22,7 @@ from blendserve.report import (
     throughput_bars,
 )
 from blendserve.scheduling.policies import POLICIES
-from blendserve.simulator import Series, SimulationReport
+from blendserve.simulator import Calibration, Series, SimulationReport
 
 pytest.importorskip("plotly")
 
@@ -53,6 +53,9 @@ REPORT = SimulationReport(
     loss_sharing_ratio=0.015,
     loss_recompute_ratio=0.025,
     loss_other_ratio=0.01,
+    calibration=Calibration(
+        [90, 10], [20.0, 900.0], [22.0, 1000.0], [5.0, 300.0], [20.0, 900.0], [40.0, 2000.0]
+    ),
 )
 REPORTS = [
     REPORT,

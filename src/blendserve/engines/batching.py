@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel, StepCost
-from blendserve.request import RequestTable, Result, StepOutput, StepStats
+from blendserve.request import Completion, RequestTable, Result, StepOutput, StepStats
 from blendserve.scheduling.batch import Batch
 from blendserve.scheduling.policy import Policy
 from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -89,10 +89,11 @@ class BatchingEngine:
             step = executor.execute(batch)
             done = scheduler.update(batch, step.finished, step.duration_s)
             results = []
-            for request, num_cached_tokens in done:
+            for request, num_cached_tokens, output_tokens_est in done:
                 result = executor.collect(request)
-                if hasattr(result, "num_cached_tokens"):
+                if isinstance(result, Completion):
                     result.num_cached_tokens = num_cached_tokens
+                    result.output_tokens_est = output_tokens_est
                 results.append((request, result))
             yield StepOutput(self._stats(scheduler, batch, step), results)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from blendserve.planner.length_curves import LengthCurves, age_index
 from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
-from blendserve.planner.tree_order import depth_first
+from blendserve.planner.tree_order import LeafOrder, depth_first
 from blendserve.scheduling.policy import Control, Floats, Policy
 
 LEFT_CHUNKS = 8
@@ -97,6 +97,9 @@ class Blend(Policy):
             self._curves.finished(plan.stratum[plan.sampled], plan.sampled_output_tokens)
             nobody = np.empty(0, dtype=np.int32)
             self._curves.refresh(nobody, nobody)
+        self._late = np.zeros(num_groups, dtype=np.bool_)  # classes of which some request finished or is late
+        if plan.sampled_output_tokens is not None:
+            self._late[plan.stratum[plan.sampled]] = True
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
         self._unfinished = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 8))
@@ -117,17 +120,18 @@ class Blend(Policy):
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _divide(self, plan: Plan) -> None:
+    def _divide(self, plan: Plan, unscaled: Floats) -> None:
         """Divide what waits into LEFT and RIGHT and put both in order.
 
         Where blending gains nothing, everything is LEFT, class by class with long outputs first, depth-first inside a
-        class, much as `longest-first-dfs` does.
+        class, much as `longest-first-dfs` does, and, as there, by estimates that the curves have not changed.
         """
         order = plan.leaf_order
-        unit = np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))
+        unit = _unit_of_leaf(order)
         density = np.where(self._sticks(order.requests), order.unit_density[unit], order.density)
-        remains = self._unfinished[order.requests]
-        self._blends = self._gain(order.requests[remains], unit[remains]) >= MIN_GAIN
+        self._blends = self._gains(plan)
+        if not self._blends:
+            self.output_tokens_est = unscaled
         self._table.right[order.requests] = (density < plan.density()) & self._blends  # what runs, too
         waits = self._waits[order.requests]
         requests, unit = order.requests[waits], unit[waits]
@@ -154,10 +158,12 @@ class Blend(Policy):
         kind = stratum[requests]
         return np.asarray(requests[np.lexsort((place[requests], kind, -mean[kind]))])
 
-    def _gain(self, requests: Ints, unit: NDArray[np.int64]) -> float:
-        """Modelled time of the units one after the other, over that of all of them blended."""
+    def _gains(self, plan: Plan) -> bool:
+        """Whether blending pays: modelled time of the units one after the other, over that of all of them blended."""
+        remains = self._unfinished[plan.leaf_order.requests]
+        requests, unit = plan.leaf_order.requests[remains], _unit_of_leaf(plan.leaf_order)[remains]
         if len(requests) == 0:
-            return 1.0
+            return False
         expected = self._expected_output(requests)
         tokens = np.bincount(unit, weights=self._table.prompt_share[requests] + expected)
         compute = tokens * self._lines.compute_s_per_token
@@ -165,7 +171,7 @@ class Blend(Policy):
         memory = np.bincount(unit, weights=memory_s)
         overlap = self.plan.cost_model.hardware.overlap
         apart = sum(overlap(c, m) for c, m in zip(compute.tolist(), memory.tolist(), strict=True))
-        return apart / max(overlap(float(compute.sum()), float(memory.sum())), 1e-30)
+        return apart >= MIN_GAIN * overlap(float(compute.sum()), float(memory.sum()))
 
     def _expected_output(self, requests: Ints) -> Floats:
         declared = self._table.declared[requests]
@@ -207,27 +213,38 @@ class Blend(Policy):
         return np.asarray(requests[np.lexsort((progress, ~first))])
 
     def _estimates_changed(self) -> None:
+        unscaled = self.output_tokens_est.copy()
         self._scale_to_curves()
         self._reorder()
-        self._divide(self.plan)
+        self._divide(self.plan, unscaled)
+
+    def _follow_curves(self) -> None:
+        """Order anew because the curves have moved; where blending gains nothing still, leave things as they are."""
+        before, blended = self.output_tokens_est, self._blends
+        self.output_tokens_est = self._estimator.estimate()
+        self._scale_to_curves()
+        self._reorder()
+        if blended or self._gains(self.plan):
+            self._divide(self.plan, self.output_tokens_est)
+        else:
+            self.output_tokens_est = before
 
     def _scale_to_curves(self) -> None:
-        """Scale the estimates of every class so that their mean is its curve's.
+        """Scale the estimates of classes of which a request was late so that their mean is their curve's.
 
         The estimator knows finished requests only, and while long outputs are under way those are the short ones.
         """
-        self._planned_mean = self._curves.tables.left[:, 0].copy()
         unknown = self._unfinished & (self._table.declared == 0)
         group = self._table.group[unknown]
-        count = np.bincount(group, minlength=len(self._planned_mean))
-        total = np.bincount(group, weights=self.output_tokens_est[unknown], minlength=len(count))
-        factor = np.where(count > 0, self._planned_mean * count / np.maximum(total, 1.0), 1.0)
-        estimate = self.output_tokens_est[unknown] * factor[group]
+        count = np.maximum(np.bincount(group, minlength=len(self._late)), 1)
+        mean = np.bincount(group, weights=self.output_tokens_est[unknown], minlength=len(count)) / count
+        self._planned_mean = np.where(self._late, self._curves.tables.left[:, 0], mean)
+        estimate = self.output_tokens_est[unknown] * (self._planned_mean / np.maximum(mean, 1.0))[group]
         self.output_tokens_est[unknown] = np.clip(estimate, 1.0, self.plan.max_tokens[unknown])
 
     def _drifted(self) -> bool:
         """Whether the curves have moved away from what the present order was made for."""
-        waiting = self._sums[:, :, 1].sum(axis=0)
+        waiting = self._sums[:, :, 1].sum(axis=0) * self._late
         old, new = waiting * self._planned_mean, waiting * self._curves.tables.left[:, 0]
         return bool(np.abs(new - old).sum() > MAX_DRIFT * old.sum())
 
@@ -246,18 +263,18 @@ class Blend(Policy):
     def start(self, control: Control) -> None:
         """Learn the memory, and put the requests in order for it."""
         self._capacity = control.kv_capacity_tokens
-        self._planned_mean = self._curves.tables.left[:, 0].copy()
-        self._divide(self.plan)
+        self._scale_to_curves()
+        self._divide(self.plan, self.output_tokens_est)
 
     def step(self, control: Control) -> int:
         """Admit, and set the step's tokens so that computing them takes its share of the time reading KV takes."""
         step = control.step_index
         if step % CURVES_EVERY == 0 and step > 0:
-            requests = control.running_requests
-            self._curves.refresh(self._table.group[requests], control.running_output_tokens)
+            requests, generated = control.running_requests, control.running_output_tokens
+            self._curves.refresh(self._table.group[requests], generated)
+            self._late[self._table.group[requests[generated > self.output_tokens_est[requests]]]] = True
             if self._drifted():
-                self.output_tokens_est = self._estimator.estimate()
-                self._estimates_changed()
+                self._follow_curves()
         if step % BALANCE_EVERY == 0:
             self._balance(control)
         if step % PROJECT_EVERY == 0:
@@ -409,7 +426,8 @@ class Blend(Policy):
         self._try_right = self._try_right or bool(self._table.right[requests].any())
         self._unfinished[requests] = False
         new = ~self._known[requests]
-        self._curves.finished(self._table.group[requests[new]], output_tokens[new])
+        group = self._table.group[requests[new]]
+        self._curves.finished(group, output_tokens[new])
         super().finished(requests, output_tokens)
 
     def retracted(self, request: int, output_tokens: int) -> None:
@@ -423,6 +441,10 @@ class Blend(Policy):
         else:
             self._left = np.concatenate((again, self._left))
             self._count(LEFT, again, 1.0)
+
+
+def _unit_of_leaf(order: LeafOrder) -> NDArray[np.int64]:
+    return np.repeat(np.arange(len(order.unit_density)), np.diff(order.unit_start))
 
 
 @numba.njit(cache=True, nogil=True)

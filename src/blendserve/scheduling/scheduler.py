@@ -61,6 +61,18 @@ class _Requests(NamedTuple):
     """a `_State`"""
     num_cached: Ints
     """prompt tokens found in the cache"""
+    expected: Ints
+    """output tokens that were expected when it was first admitted"""
+
+
+class Finished(NamedTuple):
+    """What is known of a request that has finished."""
+
+    request: int
+    num_cached_tokens: int
+    """prompt tokens it found in the cache"""
+    output_tokens_est: int
+    """output tokens that were expected when it was first admitted"""
 
 
 class _State(IntEnum):
@@ -122,7 +134,7 @@ class _Arrays(NamedTuple):
     counters: NDArray[np.int64]
     """by `_Counter`"""
     requests: Ints
-    """[5, num_requests] the columns of `_Requests`"""
+    """[6, num_requests] the columns of `_Requests`"""
     slots: Ints
     """[17, max_num_seqs] the columns of `_Sequences` without `path`"""
     path: Ints
@@ -161,7 +173,7 @@ def _sequences(arrays):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True, inline="always")
 def _requests(arrays):  # type: ignore[no-untyped-def]
     columns = kv_cache.uncounted(arrays.requests)
-    return _Requests(columns[0], columns[1], columns[2], columns[3], columns[4])
+    return _Requests(columns[0], columns[1], columns[2], columns[3], columns[4], columns[5])
 
 
 class Scheduler:
@@ -226,7 +238,7 @@ class Scheduler:
         self._arrays = _Arrays(
             kv=kv_arrays,
             counters=np.zeros(len(_Counter), dtype=np.int64),
-            requests=np.zeros((5, len(requests)), dtype=np.int32),
+            requests=np.zeros((6, len(requests)), dtype=np.int32),
             slots=np.zeros((17, num_slots), dtype=np.int32),
             path=np.zeros((num_slots, max(kv_cache.longest_path(self._kv.parent), 1)), dtype=np.int32),
             projection=np.zeros(horizon),
@@ -379,7 +391,7 @@ class Scheduler:
             query_key_pairs=pairs,
         )
 
-    def update(self, batch: Batch, finished: NDArray[np.bool_], duration_s: float) -> list[tuple[int, int]]:
+    def update(self, batch: Batch, finished: NDArray[np.bool_], duration_s: float) -> list[Finished]:
         """Account for a batch that was run.
 
         Args:
@@ -388,7 +400,7 @@ class Scheduler:
             duration_s: time the step took, on the engine's clock.
 
         Returns:
-            (request, prompt tokens it found in the cache) of every request that finished.
+            The requests that finished.
         """
         self.clock_s += duration_s
         self.step_index += 1
@@ -404,10 +416,10 @@ class Scheduler:
         )
         if num_done == 0:
             return []
-        requests, output_tokens, num_cached = done[:, :num_done]
+        requests, output_tokens, num_cached, expected = done[:, :num_done]
         self.num_finished += num_done
         self.policy.finished(requests, output_tokens)
-        return list(zip(requests.tolist(), num_cached.tolist(), strict=True))
+        return [*map(Finished, requests.tolist(), num_cached.tolist(), expected.tolist())]
 
     def check_conservation(self) -> None:
         """Raise AssertionError unless blocks, counters and sequences agree; for tests, O(blocks)."""
@@ -541,6 +553,8 @@ def _admit(arrays, request, output_est, look_ahead, now, block_size):  # type: i
     kv.counts[PRIVATE] += private
     seqs.recomputes[slot] = table.retracted[request]
     table.state[request] = RUNNING
+    if not table.retracted[request]:
+        table.expected[request] = np.int32(output_est + 0.5)
     arrays.counters[NUM_RUNNING] += 1
     _start_projection(seqs, arrays.projection, slot, left, now, block_size)
     arrays.counters[BACKLOG] += _uncomputed(kv, seqs, arrays.counted, slot, now, block_size)
@@ -767,13 +781,13 @@ def _form_batch(arrays, target, block_size, columns, samples):  # type: ignore[n
 def _update(arrays, slots, num_tokens, samples, finished, free_when_unused, now, block_size):  # type: ignore[no-untyped-def]
     """Release what has finished, move the counters of the rest on.
 
-    Returns how many have finished, and [3, num_rows] whose leading columns tell their request, output tokens and prompt
-    tokens found in the cache.
+    Returns how many have finished, and [4, num_rows] whose leading columns tell their request, output tokens, prompt
+    tokens found in the cache, and output tokens expected.
     """
     seqs, table, projection = _sequences(arrays), _requests(arrays), arrays.projection
     if now % BUCKET_STEPS == 0:  # the bucket just left becomes the farthest one
         projection[(now // BUCKET_STEPS - 1) % len(projection)] = 0.0
-    done = np.empty((3, len(slots)), np.int32)
+    done = np.empty((4, len(slots)), np.int32)
     num_done = 0
     for row in range(len(slots)):
         slot = slots[row]
@@ -782,6 +796,7 @@ def _update(arrays, slots, num_tokens, samples, finished, free_when_unused, now,
             done[0, num_done] = request
             done[1, num_done] = seqs.num_tokens[slot] - seqs.prompt[slot] + samples[row]
             done[2, num_done] = table.num_cached[request]
+            done[3, num_done] = table.expected[request]
             num_done += 1
             _release(arrays, slot, True, free_when_unused, now)
             continue
