@@ -46,11 +46,15 @@ MIN_STEP_TOKENS = 128
 """tokens that a step computes at the least while LEFT has any"""
 YOUNGEST_VICTIM = 256
 """tokens that a request must have generated before it is retracted for LEFT's sake"""
+PATIENCE_STEPS = 8192
+"""steps that a request is first of its side before nothing else is admitted until it is"""
 TAIL_CAUTION = 2.0
 """requests that are taken to be alive at the end for every one that is expected to be"""
 MAX_RECOMPUTE_RATIO = 0.02
 """tokens that may be computed again for LEFT's sake, of all computed so far"""
 LEFT, RIGHT = 0, 1
+RETRACTED = -1
+"""in place of an index into RIGHT: the first of those that were retracted"""
 
 
 class _Table(NamedTuple):
@@ -117,6 +121,9 @@ class Blend(Policy):
         self._num_computed = 0.0
         self._num_recomputed = 0.0
         self._try_right = True
+        self._first_waiting = [-1, -1]  # by side
+        self._first_since = [0, 0]
+        self._impatient: int | None = None
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -279,8 +286,9 @@ class Blend(Policy):
             self._balance(control)
         if step % PROJECT_EVERY == 0:
             self._project(control)
+            self._impatient = self._waits_too_long(step)
         target = self._target(control)
-        if self._try_right:
+        if self._try_right and self._impatient != LEFT:
             before = control.prefill_backlog
             self._admit_right(control)
             self._right_prefill += control.prefill_backlog - before
@@ -290,7 +298,8 @@ class Blend(Policy):
             extra -= extra % self._granularity
             self._right_prefill -= max(extra, self._granularity)
             target += extra
-        if len(self._left) and control.num_running + control.prefill_backlog < target:
+        left_may = len(self._left) > 0 and self._impatient != RIGHT
+        if left_may and control.num_running + control.prefill_backlog < target:
             ahead = self._left[:LOOK_AHEAD]
             settled = control.admit(ahead, self.output_tokens_est, target)
             self._left = self._left[settled:]
@@ -305,6 +314,23 @@ class Blend(Policy):
             self._admit_anything(control)
         self._num_computed += target
         return target
+
+    def _waits_too_long(self, step: int) -> int | None:
+        """The side whose first request has been first for more than `PATIENCE_STEPS`; of both, the longer waiting.
+
+        With nothing else admitted, all that runs ends within the longest output's steps and those of its prefill, and
+        then there is room. So nobody is first for longer than that, twice (for the other side), and the patience.
+        """
+        index = self._first_of_right()
+        right = self._at(index) if index is not None else self._right[:0]
+        late = []
+        for side, ahead in ((LEFT, self._left), (RIGHT, right)):
+            first = int(ahead[0]) if len(ahead) else -1
+            if first != self._first_waiting[side]:
+                self._first_waiting[side], self._first_since[side] = first, step
+            if first >= 0 and step - self._first_since[side] > PATIENCE_STEPS:
+                late.append((self._first_since[side], side))
+        return min(late)[1] if late else None
 
     def _target(self, control: Control) -> int:
         most = control.max_num_batched_tokens
@@ -362,30 +388,47 @@ class Blend(Policy):
 
     def _admit_right(self, control: Control) -> None:
         most = control.max_num_batched_tokens
-        while control.prefill_backlog < 2 * most:
-            room = self._capacity - self._reserve - self._shared
-            if len(self._retracted):
-                if not self._fits(self._retracted[0], room):
-                    self._try_right = False
-                    return
-                ahead = self._retracted[:1]
-            else:
-                index = _longest_that_fits(
-                    self._right, self._next_right, self._projection, room, self._table, self._curves.tables
-                )
-                if index < 0:
-                    self._try_right = False
-                    return
-                ahead = self._right[index : index + 1]
-            if control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False) == 0:
+        while control.prefill_backlog < 2 * most and self._try_right:
+            index = self._first_of_right()
+            if index is None or self._impatient == RIGHT:
+                self._try_right = index is not None and self._admit_at(control, index)
+                self._impatient = None if self._try_right else self._impatient
                 return
-            generated = self._table.generated[ahead[0]]
-            _add(self._projection, self._alive, ahead[0], generated, self._table, self._curves.tables)
-            if len(self._retracted):
-                self._retracted = self._retracted[1:]
+            room = self._capacity - self._reserve - self._shared
+            if index == RETRACTED:
+                self._try_right = self._fits(self._retracted[0], room)
             else:
-                self._next_right[index] = index + 1
-            self._admitted(RIGHT, ahead)
+                tables = self._curves.tables
+                index = _longest_that_fits(
+                    self._right, self._next_right, self._projection, room, self._table, tables
+                )
+                self._try_right = index >= 0
+            if self._try_right and not self._admit_at(control, index):
+                return
+
+    def _first_of_right(self) -> int | None:
+        """`RETRACTED`, or the index in `_right` of the first that waits."""
+        if len(self._retracted):
+            return RETRACTED
+        index = int(_find(self._next_right, 0))
+        return index if index < len(self._right) else None
+
+    def _at(self, index: int) -> Ints:
+        return self._retracted[:1] if index == RETRACTED else self._right[index : index + 1]
+
+    def _admit_at(self, control: Control, index: int) -> bool:
+        """Admit a request of RIGHT if its memory is there now."""
+        ahead = self._at(index)
+        if control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False) == 0:
+            return False
+        generated = self._table.generated[ahead[0]]
+        _add(self._projection, self._alive, ahead[0], generated, self._table, self._curves.tables)
+        if index == RETRACTED:
+            self._retracted = self._retracted[1:]
+        else:
+            self._next_right[index] = index + 1
+        self._admitted(RIGHT, ahead)
+        return True
 
     def _fits(self, request: int, room: float) -> bool:
         return bool(_peak(self._projection, request, self._table, self._curves.tables) <= room)
@@ -407,16 +450,13 @@ class Blend(Policy):
 
     def _admit_anything(self, control: Control) -> None:
         """Nothing runs, so whatever is next in line must be able to."""
-        index = _find(self._next_right, 0)
-        if len(self._retracted):
-            ahead, self._retracted = self._retracted[:1], self._retracted[1:]
-        elif index < len(self._right):
-            ahead = self._right[index : index + 1]
-            self._next_right[index] = index + 1
-        else:
-            ahead, self._left = self._left[:1], self._left[1:]
+        index = self._first_of_right()
+        if index is not None:
+            self._admit_at(control, index)
+            return
+        ahead, self._left = self._left[:1], self._left[1:]
         control.admit(ahead, self.output_tokens_est, 1 << 30, look_ahead=False)
-        self._admitted(int(self._table.right[ahead[0]]), ahead)
+        self._admitted(LEFT, ahead)
 
     def _admitted(self, side: int, requests: Ints) -> None:
         _take_from_waiting(self._waits, self._sums[side], requests, self._table)

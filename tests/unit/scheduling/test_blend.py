@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap, StepLines
+from blendserve.engines.batching import BatchingEngine
+from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.planner.plan import make_plan
 from blendserve.scheduling.blend import (
     MIN_STEP_TOKENS,
+    PROJECT_EVERY,
     Blend,
     _level,
     _longest_that_fits,
@@ -18,6 +21,8 @@ from blendserve.scheduling.blend import (
     _towards_one,
 )
 from blendserve.scheduling.policies import PolicyName
+from blendserve.scheduling.policy import Control
+from blendserve.scheduling.scheduler import SchedulerConfig
 from blendserve.simulator import SimulationReport, plan_workload, simulate
 from blendserve.workloads import PAPER_MODELS, named_workload
 from tests.workload import request_table
@@ -139,3 +144,69 @@ def test_requests_of_one_kind_run_depth_first() -> None:
         for policy in ("blend", "dfs")
     )
     assert blend.makespan_s == pytest.approx(dfs.makespan_s, rel=0.01)
+
+
+class Watched(Blend):
+    """Records for how many steps a request is first of its side."""
+
+    longest_wait = 0
+    blended = False
+
+    def start(self, control: Control) -> None:
+        self.heads: dict[str, tuple[int, int]] = {}
+        super().start(control)
+
+    def step(self, control: Control) -> int:
+        target = super().step(control)
+        self.blended = self.blended or self._blends
+        index = self._first_of_right()
+        right = self._at(index) if index is not None else np.empty(0, dtype=np.int32)
+        for side, ahead in (("left", self._left), ("right", right)):
+            first = int(ahead[0]) if len(ahead) else -1
+            if self.heads.get(side, (-1, 0))[0] != first:
+                self.heads[side] = first, control.step_index
+            if first >= 0:
+                self.longest_wait = max(self.longest_wait, control.step_index - self.heads[side][1])
+        return target
+
+
+GIANT = 7000
+"""tokens of a prompt that finds no room as long as smaller requests are let past it"""
+
+
+@pytest.fixture
+def always_blending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendserve.scheduling.blend.MIN_GAIN", 0.0)
+
+
+def longest_wait(giant: str, seed: int) -> int:
+    rng = np.random.default_rng(seed)
+    kinds = [(20, 400)] * 400 + [(300, 4)] * 3000
+    kinds.insert(int(rng.integers(0, 400)), (GIANT, 4) if giant == "left" else (20, GIANT))
+    prompts = [[int(token) for token in rng.integers(0, 1000, prompt)] for prompt, _ in kinds]
+    lengths = np.array([output for _, output in kinds], dtype=np.int32)
+    requests, plan = plan_workload(request_table(prompts, lengths.tolist()), lengths, A100, "known")
+    policy = Watched(plan)
+    executor = SimulatedExecutor(A100, output_tokens=lengths, kv_cache_tokens=8000)
+    steps = list(BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy))
+    assert sum(len(step.results) for step in steps) == len(kinds)
+    assert policy.blended
+    return policy.longest_wait
+
+
+@pytest.mark.usefixtures("always_blending")
+@pytest.mark.parametrize("giant", ["left", "right"])
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_is_first_of_a_side_for_longer_than_the_stated_bound(
+    giant: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendserve.scheduling.blend.PATIENCE_STEPS", 100)
+    longest_output = GIANT if giant == "right" else 400
+    prefill_steps = 8000 // MIN_STEP_TOKENS
+    assert longest_wait(giant, seed) <= 100 + PROJECT_EVERY + 2 * (longest_output + prefill_steps)
+
+
+@pytest.mark.usefixtures("always_blending")
+def test_without_patience_somebody_waits_for_much_longer() -> None:
+    """Guards the test above: without this, it could pass because there is always room."""
+    assert longest_wait("left", 0) > 100 + PROJECT_EVERY + 2 * (400 + 8000 // MIN_STEP_TOKENS)
