@@ -2,7 +2,8 @@
 
     python bench/scheduler.py [--requests 400000]
 
-Every step of the job counts until none waits any more, those in which the policy plans anew too. The paper reports 0.08 ms on average and 0.23 ms at the 99th percentile for its runtime prefix-tree operation.
+Every step of the job counts until none waits any more, those in which the policy plans anew too. The paper reports
+0.08 ms on average and 0.23 ms at the 99th percentile for its runtime prefix-tree operation.
 Prints a table; the last line of standard output is the same as JSON.
 """
 
