@@ -90,6 +90,8 @@ class Series:
     compute_s: list[float]
     """mean per step"""
     memory_s: list[float]
+    num_tokens: list[float]
+    """computed, mean per step"""
     num_running: list[float]
     kv_usage_ratio: list[float]
 
@@ -214,7 +216,7 @@ def simulate(
     config = SchedulerConfig(hardware.max_num_seqs, hardware.max_num_batched_tokens, free_unused_prefixes)
     engine = BatchingEngine(executor, config)
     policy = make_policy(policy_name, plan, seed=seed)
-    facts: list[tuple[float, float, float, int, float, int]] = []
+    facts: list[tuple[float, float, float, int, int, float, int]] = []
     num_prefill = num_cached = num_retracted = 0
     expected = np.zeros(len(requests), dtype=np.int32)
     for step in engine.run(requests, policy):
@@ -224,6 +226,7 @@ def simulate(
                 stats.duration_s,
                 stats.compute_s,
                 stats.memory_s,
+                stats.num_prefill_tokens + stats.num_decode_tokens,
                 stats.num_running,
                 stats.kv_usage_ratio,
                 stats.num_waiting,
@@ -235,7 +238,7 @@ def simulate(
             assert isinstance(result, Completion)
             num_cached += result.num_cached_tokens
             expected[request] = result.output_tokens_est
-    duration, compute, memory, running, kv_usage, waiting = np.array(facts, dtype=np.float64).T
+    duration, compute, memory, tokens, running, kv_usage, waiting = np.array(facts, dtype=np.float64).T
     makespan_s = float(duration.sum())
     bound = practical_optimum(
         plan.tree,
@@ -295,7 +298,7 @@ def simulate(
         recomputed_ratio=num_recomputed / num_computed,
         mean_kv_usage_ratio=float((kv_usage * duration).sum() / makespan_s),
         calibration=_calibration(expected[unknown], output_tokens[unknown]),
-        series=_series(duration, compute, memory, running, kv_usage) if with_series else None,
+        series=_series(duration, compute, memory, tokens, running, kv_usage) if with_series else None,
         **{loss: seconds / makespan_s for loss, seconds in losses.items()},
     )
 
@@ -316,7 +319,7 @@ def _calibration(expected: Ints, actual: Ints) -> Calibration:
     )
 
 
-def _series(duration: Floats, compute: Floats, memory: Floats, running: Floats, kv_usage: Floats) -> Series:
+def _series(duration: Floats, *per_step: Floats) -> Series:
     edges = np.unique(np.linspace(0, len(duration), SERIES_POINTS + 1).astype(np.int64))
     counts = np.diff(edges)
 
@@ -324,4 +327,4 @@ def _series(duration: Floats, compute: Floats, memory: Floats, running: Floats, 
         return [float(value) for value in np.add.reduceat(values, edges[:-1]) / counts]
 
     ends = np.cumsum(duration)[edges[1:] - 1]
-    return Series([float(end) for end in ends], mean(compute), mean(memory), mean(running), mean(kv_usage))
+    return Series([float(end) for end in ends], *map(mean, per_step))

@@ -62,7 +62,14 @@ REPORTS = [
     replace(REPORT, policy="dfs", optimum_ratio=0.70, sharing_kept_ratio=1.0),
     replace(REPORT, workload="trace-2", optimum_ratio=0.90, sharing_kept_ratio=0.95),
 ]
-SERIES = Series([2.5, 5.0, 10.0], [0.02, 0.03, 0.01], [0.01, 0.03, 0.04], [10.0, 20.0, 5.0], [0.4, 1.0, 0.2])
+SERIES = Series(
+    [2.5, 5.0, 10.0],
+    [0.02, 0.03, 0.01],
+    [0.01, 0.03, 0.04],
+    [500.0, 400.0, 300.0],
+    [10.0, 20.0, 5.0],
+    [0.4, 1.0, 0.2],
+)
 
 
 def parts_of(text: str) -> tuple[str, int]:
