@@ -179,7 +179,7 @@ class FinishedRuns:
         """Write a row at once."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         line = orjson.dumps({"run": self._key, **row}, option=orjson.OPT_SERIALIZE_NUMPY)
-        torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        torn = self._path.exists() and not (b"\n" + self._path.read_bytes()).endswith(b"\n")
         with self._path.open("ab") as file:
             file.write((b"\n" if torn else b"") + line + b"\n")
 

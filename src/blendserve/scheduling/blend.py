@@ -23,7 +23,7 @@ from blendserve.scheduling.policy import Control, Floats, Policy
 LEFT_CHUNKS = 8
 """parts of LEFT that are worked through side by side, so that the mix of LEFT stays the same"""
 MAX_PREFIX_MEMORY_RATIO = 0.05
-"""memory that the shared prefixes of those parts may take"""
+"""memory that the shared prefixes of those parts may take, and those of scouts"""
 MIN_GAIN = 1.05
 """time of the parts of a job one after the other, over that of the blend, from which blending is tried"""
 STICKY_PREFIX_RATIO = 0.1
@@ -38,6 +38,8 @@ CURVES_EVERY = 256
 """steps between two fits of the length curves"""
 MAX_DRIFT = 0.25
 """change of the output expected of what waits, of all of it, after which the order is made anew"""
+SCOUTS = 2
+"""samples that run before anything else where nothing is known of a class"""
 RESERVE_FACTOR = 1.2
 """memory kept for LEFT, over what Little's law gives it on average"""
 RESERVE_DEVIATIONS = 0.5
@@ -156,14 +158,15 @@ class Blend(Policy):
         self._try_right = True
 
     def _by_class(self, requests: Ints) -> Ints:
-        """Classes by descending mean output, depth-first order inside each."""
+        """Classes by descending mean output, depth-first order inside each; a few of unknown classes before them."""
         stratum = self.plan.stratum
         num = np.bincount(stratum[requests])
         mean = np.bincount(stratum[requests], weights=self._expected_output(requests)) / np.maximum(num, 1)
         place = np.empty(self.plan.num_requests, dtype=np.int32)
         place[depth_first(self.plan.tree)] = np.arange(self.plan.num_requests, dtype=np.int32)
         kind = stratum[requests]
-        return np.asarray(requests[np.lexsort((place[requests], kind, -mean[kind]))])
+        first = self._scouts[requests] & (self._curves.num_finished[kind] == 0)
+        return np.asarray(requests[np.lexsort((place[requests], kind, -mean[kind], ~first))])
 
     def _gains(self, plan: Plan) -> bool:
         """Whether blending pays: modelled time of the units one after the other, over that of all of them blended."""
@@ -179,6 +182,21 @@ class Blend(Policy):
         overlap = self.plan.cost_model.hardware.overlap
         apart = sum(overlap(c, m) for c, m in zip(compute.tolist(), memory.tolist(), strict=True))
         return apart >= MIN_GAIN * overlap(float(compute.sum()), float(memory.sum()))
+
+    def _choose_scouts(self) -> NDArray[np.bool_]:
+        """[num_requests] a few samples of each class, of as many classes as have their prefixes in a little memory."""
+        plan = self.plan
+        samples = plan.sampled[np.argsort(plan.stratum[plan.sampled], kind="stable")]
+        kind = plan.stratum[samples]
+        samples = samples[np.arange(len(kind)) - np.searchsorted(kind, kind) < SCOUTS]
+        prefix = np.zeros(int(plan.stratum.max(initial=0)) + 1)
+        np.maximum.at(prefix, plan.stratum[samples], self._table.prompt[samples] - self._table.own[samples])
+        shortest_first = np.argsort(prefix, kind="stable")
+        fits = np.zeros(len(prefix), dtype=np.bool_)
+        fits[shortest_first] = np.cumsum(prefix[shortest_first]) <= MAX_PREFIX_MEMORY_RATIO * self._capacity
+        scouts = np.zeros(plan.num_requests, dtype=np.bool_)
+        scouts[samples[fits[plan.stratum[samples]]]] = True
+        return scouts
 
     def _expected_output(self, requests: Ints) -> Floats:
         declared = self._table.declared[requests]
@@ -270,6 +288,7 @@ class Blend(Policy):
     def start(self, control: Control) -> None:
         """Learn the memory, and put the requests in order for it."""
         self._capacity = control.kv_capacity_tokens
+        self._scouts = self._choose_scouts()
         self._scale_to_curves()
         self._divide(self.plan, self.output_tokens_est)
 
