@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from blendserve.planner.plan import PlanConfig, make_plan
 from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
 from blendserve.planner.tree_order import OrderConfig
+from blendserve.tokens import PromptTokens
 from tests.workload import COST_MODEL, request_table
 
 PROMPTS = st.integers(0, 3).flatmap(
@@ -14,6 +16,27 @@ PROMPTS = st.integers(0, 3).flatmap(
         st.lists(st.integers(0, alphabet), min_size=1, max_size=12), min_size=1, max_size=40
     )
 )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 3), max_size=30),
+    st.lists(
+        st.tuples(st.integers(0, 30), st.lists(st.integers(0, 3), max_size=4)), min_size=1, max_size=100
+    ),
+)
+def test_prompts_of_one_stem_are_sorted_and_compared_with_their_neighbours(
+    stem: list[int], prompts_of: list[tuple[int, list[int]]]
+) -> None:
+    prompts = [stem[:length] + own for length, own in prompts_of]
+    order = PromptOrder.of(PromptTokens.from_lists(prompts))
+    expected = sorted(range(len(prompts)), key=lambda request: (prompts[request], request))
+    assert order.requests.tolist() == expected
+    for rank, (a, b) in enumerate(itertools.pairwise(prompts[request] for request in expected), start=1):
+        common = int(order.common[rank])
+        assert a[:common] == b[:common]
+        assert a[: common + 1] != b[: common + 1] or common == len(a) == len(b)
+    assert order.common[0] == 0
 
 
 @settings(deadline=None)

@@ -155,19 +155,7 @@ def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
     The strata are the `MAX_STRATA` largest subtrees at the first branchings below the root. Everything else is divided
     by `max_tokens`, the only other thing that tells requests apart.
     """
-    # A prefix that nearly all requests share (one system prompt) tells nothing: look below it as well.
-    root = 0
-    tops: list[NDArray[np.int64]] = []
-    while True:
-        children = np.flatnonzero(tree.parent == root)
-        size = tree.end[children] - tree.first[children]
-        dominant = len(children) > 0 and size.max() >= 0.9 * (tree.end[root] - tree.first[root])
-        if not dominant:
-            tops.append(children)
-            break
-        root = int(children[np.argmax(size)])
-        tops.append(children[children != root])
-    found = np.concatenate(tops)
+    found = _first_branchings(tree.first, tree.end, tree.next_sibling)
     size = tree.end[found] - tree.first[found]
     largest = np.argsort(-size, kind="stable")[:MAX_STRATA]
     least = max(MIN_STRATUM, MIN_STRATUM_RATIO * tree.num_leaves)
@@ -181,3 +169,29 @@ def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
     by_request = np.empty(tree.num_leaves, dtype=np.int32)
     by_request[tree.requests] = np.unique(label, return_inverse=True)[1]
     return by_request
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_branchings(first, end, next_sibling):  # type: ignore[no-untyped-def]
+    """Children of the root; for one that holds nearly all of its parent's leaves, its children in its place.
+
+    A prefix that nearly all requests share (one system prompt) tells nothing.
+    """
+    found = np.empty(len(first), np.int64)
+    count = 0
+    node = 0
+    while True:
+        largest, most = -1, 0
+        child = node + 1
+        while child < next_sibling[node]:
+            size = end[child] - first[child]
+            if size > most:
+                largest, most = count, size
+            found[count] = child
+            count += 1
+            child = next_sibling[child]
+        if largest < 0 or most < 0.9 * (end[node] - first[node]):
+            return found[:count].copy()
+        node = found[largest]
+        count -= 1
+        found[largest:count] = found[largest + 1 : count + 1]

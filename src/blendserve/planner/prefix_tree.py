@@ -17,6 +17,11 @@ from blendserve.tokens import PromptTokens
 Ints = NDArray[np.int32]
 
 _INSERTION_SORT_BELOW = 12
+_FAR = 1 << 40
+"""more than a prompt has tokens"""
+# What is known of a partition: nothing; that its prompts leave another one at the same token, on the same side; or its
+# keys, by a reference prompt or by the token at the partition's depth.
+_UNKNOWN, _LEAVES_HERE, _BY_REFERENCE, _BY_TOKEN = range(4)
 
 
 @dataclass(slots=True)
@@ -30,11 +35,11 @@ class PromptOrder:
 
     @classmethod
     def of(cls, tokens: PromptTokens) -> PromptOrder:
-        """Sort prompts; O(total distinct tokens + n log n), in place of a permutation of n integers."""
+        """Sort prompts; O(total tokens + n log n)."""
         order = np.arange(len(tokens), dtype=np.int32)
-        if len(order):
-            _multikey_sort(tokens.data, tokens.starts, tokens.lengths, order)
-        return cls(order, _common_prefixes(tokens.data, tokens.starts, tokens.lengths, order))
+        if len(order) == 0:
+            return cls(order, order.copy())
+        return cls(order, _sort_prompts(tokens.data, tokens.starts, tokens.lengths, order))
 
 
 @dataclass(slots=True)
@@ -161,86 +166,117 @@ class PrefixTree:
 
 
 @numba.njit(cache=True, nogil=True)
-def _token_at(data, start, length, depth):  # type: ignore[no-untyped-def]
-    """Token id + 1, or 0 past the end, so that a prefix sorts before its extensions."""
-    return np.int64(data[start + depth]) + 1 if depth < length else np.int64(0)
+def _compare_with(data, starts, lengths, reference, requests, depth, keys):  # type: ignore[no-untyped-def]
+    """Write to `keys` on which side of the reference each request's prompt lies, and at which token it leaves it.
 
-
-@numba.njit(cache=True, nogil=True)
-def _less(data, starts, lengths, a, b, depth):  # type: ignore[no-untyped-def]
-    """Whether prompt a sorts before prompt b, which agree on their first `depth` tokens."""
-    start_a, start_b, length_a, length_b = starts[a], starts[b], lengths[a], lengths[b]
-    for i in range(depth, min(length_a, length_b)):
-        token_a, token_b = data[start_a + i], data[start_b + i]
-        if token_a != token_b:
-            return token_a < token_b
-    if length_a != length_b:
-        return length_a < length_b
-    return a < b
-
-
-@numba.njit(cache=True, nogil=True)
-def _multikey_sort(data, starts, lengths, order):  # type: ignore[no-untyped-def]
-    """Three-way radix quicksort (Bentley and Sedgewick): no token of a common prefix is compared twice per partition.
-
-    Ties are broken by request number, so that the order is unique.
+    All agree on their first `depth` tokens. Prompts that leave the reference downwards at token l get l - `_FAR`,
+    those that leave it upwards `_FAR` - l, and equals 0: ascending keys are ascending prompts.
     """
+    start, length = starts[reference], lengths[reference]
+    for k in range(len(requests)):
+        other_start, other_length = starts[requests[k]], lengths[requests[k]]
+        limit = min(length, other_length)
+        i = depth
+        while i < limit and data[start + i] == data[other_start + i]:
+            i += 1
+        if i < limit:
+            below = data[other_start + i] < data[start + i]
+        elif length == other_length:
+            keys[k] = 0
+            continue
+        else:
+            below = other_length < length
+        keys[k] = i - _FAR if below else _FAR - i
+
+
+@numba.njit(cache=True, nogil=True)
+def _sort_prompts(data, starts, lengths, order):  # type: ignore[no-untyped-def]
+    """Sort `order` by prompt, equal ones by request; returns [n] tokens that each shares with the one before.
+
+    A partition is first divided by where its prompts leave one of them, chosen at random; what leaves it on the same
+    side at the same token is then divided by that token, and what has that token in common is a partition again. So
+    every token is read about once, one prompt after the other, however long or deeply nested the common prefixes are,
+    and no order of the input is a bad one.
+    """
+    common = np.zeros(len(order), np.int32)
     keys = np.empty(len(order), np.int64)
-    stack = [(0, len(order), 0)]
+    stack = [(0, len(order), 0, _UNKNOWN)]
+    random = np.uint64(88172645463325252)
     while len(stack) > 0:
-        low, high, depth = stack.pop()
+        low, high, depth, state = stack.pop()
+        random ^= random << np.uint64(13)
+        random ^= random >> np.uint64(7)
+        random ^= random << np.uint64(17)
+        if state == _UNKNOWN:
+            reference = order[low + np.int64(random % np.uint64(high - low))]
+            _compare_with(data, starts, lengths, reference, order[low:high], depth, keys[low:high])
+            state = _BY_REFERENCE
+        elif state == _LEAVES_HERE:
+            for i in range(low, high):
+                request = order[i]
+                at_end = lengths[request] == depth  # a prefix sorts before its extensions
+                keys[i] = 0 if at_end else np.int64(data[starts[request] + depth]) + 1
+            state = _BY_TOKEN
+
+        # Sort by `keys`, or move the prompts of one key to their place and come back for the others.
         if high - low < _INSERTION_SORT_BELOW:
             for i in range(low + 1, high):
-                item = order[i]
+                item, key = order[i], keys[i]
                 j = i
-                while j > low and _less(data, starts, lengths, item, order[j - 1], depth):
-                    order[j] = order[j - 1]
+                while j > low and key < keys[j - 1]:
+                    order[j], keys[j] = order[j - 1], keys[j - 1]
                     j -= 1
-                order[j] = item
-            continue
-        for i in range(low, high):
-            request = order[i]
-            keys[i] = _token_at(data, starts[request], lengths[request], depth)
-        a, b, c = keys[low], keys[(low + high) // 2], keys[high - 1]
-        pivot = max(min(a, b), min(max(a, b), c))
-        # keys[low:lt] < pivot, keys[lt:i] == pivot, keys[gt:high] > pivot
-        lt, i, gt = low, low, high
-        while i < gt:
-            key = keys[i]
-            if key < pivot:
-                keys[lt], keys[i] = key, keys[lt]
-                order[lt], order[i] = order[i], order[lt]
-                lt += 1
-                i += 1
-            elif key > pivot:
-                gt -= 1
-                keys[gt], keys[i] = key, keys[gt]
-                order[gt], order[i] = order[i], order[gt]
-            else:
-                i += 1
-        if lt - low > 1:
-            stack.append((low, lt, depth))
-        if high - gt > 1:
-            stack.append((gt, high, depth))
-        if gt - lt > 1:
-            if pivot == 0:
-                order[lt:gt] = np.sort(order[lt:gt])
-            else:
-                stack.append((lt, gt, depth + 1))
+                order[j], keys[j] = item, key
+            begin, stop = low, high
+        else:
+            third = (high - low) // 3
+            probe = low + np.int64(random % np.uint64(third))
+            a, b, c = keys[probe], keys[probe + third], keys[probe + 2 * third]
+            pivot = max(min(a, b), min(max(a, b), c))
+            # keys[low:begin] < pivot, keys[begin:i] == pivot, keys[stop:high] > pivot
+            begin, i, stop = low, low, high
+            while i < stop:
+                key = keys[i]
+                if key < pivot:
+                    keys[begin], keys[i] = key, keys[begin]
+                    order[begin], order[i] = order[i], order[begin]
+                    begin += 1
+                    i += 1
+                elif key > pivot:
+                    stop -= 1
+                    keys[stop], keys[i] = key, keys[stop]
+                    order[stop], order[i] = order[i], order[stop]
+                else:
+                    i += 1
+            if begin > low:
+                stack.append((low, begin, depth, state))
+            if stop < high:
+                stack.append((stop, high, depth, state))
 
-
-@numba.njit(cache=True, nogil=True)
-def _common_prefixes(data, starts, lengths, order):  # type: ignore[no-untyped-def]
-    """[n] tokens that each prompt in `order` shares with its predecessor."""
-    common = np.zeros(len(order), np.int32)
-    for rank in range(1, len(order)):
-        a, b = order[rank - 1], order[rank]
-        start_a, start_b = starts[a], starts[b]
-        limit = min(lengths[a], lengths[b])
-        i = 0
-        while i < limit and data[start_a + i] == data[start_b + i]:
-            i += 1
-        common[rank] = i
+        # [begin:stop] is in order by key, and all others lie on their side of it.
+        while begin < stop:
+            key, end = keys[begin], begin + 1
+            while end < stop and keys[end] == key:
+                end += 1
+            if state == _BY_TOKEN:
+                if begin > low:
+                    common[begin] = depth
+                if end < high:
+                    common[end] = depth
+                shared, then = depth + 1, _UNKNOWN
+            elif key < 0:  # there is more above: the reference at least
+                shared, then = key + _FAR, _LEAVES_HERE
+                common[end] = shared
+            else:
+                shared, then = _FAR - key, _LEAVES_HERE
+                if key > 0:
+                    common[begin] = shared
+            if key == 0:  # equal prompts, as none goes on or all go on like the reference
+                order[begin:end] = np.sort(order[begin:end])
+                common[begin + 1 : end] = lengths[order[begin]]
+            elif end - begin > 1:
+                stack.append((begin, end, shared, then))
+            begin = end
     return common
 
 

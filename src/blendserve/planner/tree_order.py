@@ -146,16 +146,42 @@ def _least_below(parent, least):  # type: ignore[no-untyped-def]
         least[parent[node]] = min(least[parent[node]], least[node])
 
 
-def _children(tree: PrefixTree, item_parent: Ints, *keys: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Children of every node sorted by `keys` (the last one first), as `_walk` wants them, and where each node's start.
+def _children(tree: PrefixTree, item_parent: Ints, key: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Children of every node by ascending `key`, then first leaf, as `_walk` wants them, and where each node's start.
 
     Items are the inner nodes but the root, then the leaves.
     """
-    by_parent = np.lexsort((*keys, item_parent))
-    num_inner = tree.num_nodes - 1
-    children = np.where(by_parent < num_inner, by_parent + 1, -1 - (by_parent - num_inner))
-    child_start = np.searchsorted(item_parent[by_parent], np.arange(tree.num_nodes + 1))
-    return children.astype(np.int32), child_start.astype(np.int32)
+    item_first = np.concatenate((tree.first[1:], np.arange(tree.num_leaves, dtype=np.int32)))
+    by_first = np.argsort(item_first, kind="stable").astype(np.int32)
+    key = key[by_first]
+    by_key = np.argsort(key).astype(np.int32)  # much faster than a stable sort; `_group` sees to equal keys
+    return _group(by_first, by_key, key, item_parent, tree.num_nodes)  # type: ignore[no-any-return]
+
+
+@numba.njit(cache=True, nogil=True)
+def _group(by_first, by_key, key, item_parent, num_nodes):  # type: ignore[no-untyped-def]
+    """Items by parent, then as in `by_key`, which are places in `by_first` and `key`; those of equal key ascend."""
+    num_items = len(by_key)
+    start = np.zeros(num_nodes + 1, np.int32)
+    for parent in item_parent:
+        start[parent + 1] += 1
+    start = np.cumsum(start).astype(np.int32)
+    free = start[:-1].copy()
+    children = np.empty(num_items, np.int32)
+    begin = 0
+    while begin < num_items:
+        end = begin + 1
+        while end < num_items and key[by_key[end]] == key[by_key[begin]]:
+            end += 1
+        if end - begin > 1:
+            by_key[begin:end] = np.sort(by_key[begin:end])
+        for place in by_key[begin:end]:
+            item = by_first[place]
+            parent = item_parent[item]
+            children[free[parent]] = item + 1 if item < num_nodes - 1 else num_nodes - 2 - item
+            free[parent] += 1
+        begin = end
+    return children, start
 
 
 class _Layers(NamedTuple):
@@ -187,11 +213,8 @@ def _sort_layers(tree: PrefixTree, costs: LeafCosts, split: NDArray[np.bool_]) -
     node_memory = tree.leaf_sums(memory * inside)
     node_density = node_compute / np.maximum(node_memory, _TINY)
 
-    item_first = np.concatenate((tree.first[1:], np.arange(tree.num_leaves, dtype=np.int32)))
     item_density = np.concatenate((node_density[1:], density))
-    children, child_start = _children(
-        tree, np.concatenate((tree.parent[1:], parent)), item_first, -item_density
-    )
+    children, child_start = _children(tree, np.concatenate((tree.parent[1:], parent)), -item_density)
 
     total_compute = float(compute.sum() + segment_compute.sum())
     total_memory = float(memory.sum())
@@ -285,20 +308,24 @@ def _breach(density: Floats, floor_before: Floats, ceiling_after: Floats) -> Flo
 def _longest_non_increasing(values):  # type: ignore[no-untyped-def]
     """Mask of one longest non-increasing subsequence (patience sorting, O(n log n))."""
     n = len(values)
-    tails = np.empty(n, np.int64)
-    previous = np.full(n, -1, np.int64)
+    tails = np.empty(n, np.int32)
+    tail_values = np.empty(n, np.float64)
+    previous = np.full(n, -1, np.int32)
     length = 0
     for i in range(n):
+        value = values[i]
         low, high = 0, length
-        while low < high:  # first pile whose tail is smaller than values[i]
+        if length > 0 and tail_values[length - 1] >= value:  # most often
+            low = length
+        while low < high:  # first pile whose tail is smaller than the value
             mid = (low + high) // 2
-            if values[tails[mid]] >= values[i]:
+            if tail_values[mid] >= value:
                 low = mid + 1
             else:
                 high = mid
         if low > 0:
             previous[i] = tails[low - 1]
-        tails[low] = i
+        tails[low], tail_values[low] = i, value
         length = max(length, low + 1)
     mask = np.zeros(n, np.bool_)
     i = tails[length - 1] if length else -1

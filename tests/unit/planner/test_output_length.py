@@ -105,3 +105,15 @@ def test_declared_lengths_are_not_sampled() -> None:
     tree = tree_of(prompts)
     cap = np.full(20, 100, dtype=np.int32)
     assert len(sample_requests(tree, find_strata(tree, cap), np.full(20, 5, dtype=np.int32))) == 0
+
+
+def test_strata_lie_below_prefixes_that_nearly_all_requests_share() -> None:
+    stem = [9] * 50
+    prompts = [stem[:depth] for depth in range(1, 51)] + [
+        [*stem, group, i] for group in range(4) for i in range(500)
+    ]
+    stratum = find_strata(tree_of(prompts), np.full(len(prompts), 100, dtype=np.int32))
+    assert len(set(stratum[:50].tolist())) == 1  # no kind of their own: by `max_tokens`
+    groups = stratum[50:].reshape(4, 500)
+    assert (groups == groups[:, :1]).all()
+    assert len(set(stratum.tolist())) == 5
