@@ -503,9 +503,10 @@ def simulate_command(
             finished = FinishedRuns(output / "rows.jsonl", num_requests, seed)
         rows = _run_experiments(cases, num_requests, workload, seed, processes, finished)
         for name, of_figure in rows.items():
-            _print_table(f"{TITLES.get(name, name)} (simulated, {num_requests:,} requests)", table(of_figure))
+            simulated = f"simulated, {of_figure[0]['num_requests']:,} requests"
+            _print_table(f"{TITLES.get(name, name)} ({simulated})", table(of_figure))
         if output is not None:
-            _write_report(output, rows, num_requests)
+            _write_report(output, rows)
         if as_json:
             _print_json({"simulated": [row for of_figure in rows.values() for row in of_figure]})
 
@@ -848,12 +849,12 @@ def _job_workload(source: str, limit: int) -> Workload:
     )
 
 
-def _write_report(folder: Path, rows: dict[str, list[Row]], num_requests: int) -> None:
+def _write_report(folder: Path, rows: dict[str, list[Row]]) -> None:
     from blendserve.report import page
 
     folder.mkdir(parents=True, exist_ok=True)
     provenance = [
-        f"blendserve {__version__}, {num_requests:,} requests per workload",
+        f"blendserve {__version__}, {next(iter(rows.values()))[0]['num_requests']:,} requests per workload",
         "device: A100-80GB modelled after Table 1 of the paper; several devices: rates and memory added up",
     ]
     (folder / "report.html").write_text(page("BlendServe, simulated", provenance, sections(rows)))

@@ -27,7 +27,6 @@ warm-up; none: all are learnt while running"""
 LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
 
 SERIES_POINTS = 400
-CALIBRATION_GROUPS = 10
 RAMP_ENDS_AT_KV_RATIO = 0.5
 
 
@@ -100,8 +99,8 @@ class Series:
 class Calibration:
     """Output lengths expected at admission against those that came, for requests of about equal expectation.
 
-    [num_groups] each, by ascending expectation; `CALIBRATION_GROUPS` groups of equally many requests, fewer where many
-    have the same expectation. Without the requests whose lengths the plan knew from a sample.
+    [num_groups] each, by ascending expectation; a group for every octave of it that has requests. Without the requests
+    whose lengths the plan knew from a sample.
     """
 
     num_requests: list[int]
@@ -304,18 +303,14 @@ def simulate(
 
 
 def _calibration(expected: Ints, actual: Ints) -> Calibration:
-    # Groups begin at quantiles of the expectation; equal expectations stay together.
-    edges = np.unique(
-        np.quantile(expected, np.arange(CALIBRATION_GROUPS) / CALIBRATION_GROUPS, method="lower")
-    )
-    group = np.searchsorted(edges, expected, side="right") - 1
-    members = [np.flatnonzero(group == index) for index in range(len(edges))]
-    quantiles = np.array([np.quantile(actual[of], (0.1, 0.5, 0.9)) for of in members]).T.tolist()
+    octave = np.log2(np.maximum(expected, 1)).astype(np.int64)
+    members = [np.flatnonzero(octave == index) for index in np.unique(octave)]
+    quantiles = np.array([np.quantile(actual[of], (0.1, 0.5, 0.9)) for of in members]).reshape(-1, 3).T
     return Calibration(
         [len(of) for of in members],
         [float(expected[of].mean()) for of in members],
         [float(actual[of].mean()) for of in members],
-        *quantiles,
+        *quantiles.tolist(),
     )
 
 

@@ -243,3 +243,14 @@ def test_devices_scale_with_tensor_parallelism() -> None:
     hardware = paper_hardware(model, "smooth", 8)
     assert hardware.flops == 8 * 312e12
     assert hardware.kv_cache_bytes == pytest.approx(8 * 76e9 - 2 * model.params)
+
+
+def test_calibration_compares_what_was_expected_with_what_came_by_octave() -> None:
+    requests = request_table([[i] for i in range(6)], max_tokens=400)
+    output_tokens = np.array([1, 3, 100, 110, 120, 310], dtype=np.int32)
+    known, plan = plan_workload(requests, output_tokens, A100, "known")
+    found = simulate("six", known, output_tokens, plan, "fcfs", A100, lengths="known").calibration
+    assert found.num_requests == [1, 1, 3, 1]
+    assert found.expected == found.actual == [1.0, 3.0, 110.0, 310.0]
+    assert found.actual_p50 == [1.0, 3.0, 110.0, 310.0]
+    assert found.actual_p10[2] < found.actual_p50[2] < found.actual_p90[2]
