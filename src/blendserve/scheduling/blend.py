@@ -43,7 +43,7 @@ SCOUTS = 2
 RESERVE_FACTOR = 1.2
 """memory kept for LEFT, over what Little's law gives it on average"""
 RESERVE_DEVIATIONS = 0.5
-"""and so many standard deviations of the memory that RIGHT takes"""
+"""and so many standard deviations of the memory that RIGHT takes, where lengths are not declared"""
 MIN_STEP_TOKENS = 128
 """tokens that a step computes at the least while LEFT has any"""
 YOUNGEST_VICTIM = 256
@@ -378,9 +378,10 @@ class Blend(Policy):
         step_tokens = _tokens_for(self._ratio, float(self._capacity), self._lines)
         step_tokens = min(max(step_tokens, MIN_STEP_TOKENS), control.max_num_batched_tokens)
         need = RESERVE_FACTOR * step_tokens * held_per_token
-        count = self._sums[RIGHT, :, 7].sum()
-        size = right[2] / max(right[0], 1.0) if count else 0.0
-        need += RESERVE_DEVIATIONS * np.sqrt(max(self._capacity - need, 0.0) * size) + step_tokens
+        num_waiting, num_unknown = self._sums[RIGHT, :, 7].sum(), self._sums[RIGHT, :, 1].sum()
+        size = right[2] / max(right[0], 1.0) if num_waiting else 0.0
+        deviation = np.sqrt(max(self._capacity - need, 0.0) * size) * num_unknown / max(num_waiting, 1.0)
+        need += RESERVE_DEVIATIONS * deviation + step_tokens
         self._reserve = min(need, 0.9 * self._capacity) if len(self._left) else 0.0
 
     def _uncertainty(self, reads: float) -> float:
