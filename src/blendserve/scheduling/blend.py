@@ -25,7 +25,9 @@ LEFT_CHUNKS = 8
 MAX_PREFIX_MEMORY_RATIO = 0.05
 """memory that the shared prefixes of those parts may take"""
 MIN_GAIN = 1.05
-"""time of the parts of a job one after the other, over that of the blend, from which blending is tried"""
+"""time in depth-first order, over that of the blend, from which blending is tried"""
+WINDOW_RATIO = 0.5
+"""memory, of all, that is taken to hold what overlaps in depth-first order anyway"""
 STICKY_PREFIX_RATIO = 0.1
 """shared prompt tokens, over the others, from which a request stays with those that share them"""
 LOOK_AHEAD = 64
@@ -111,6 +113,7 @@ class Blend(Policy):
         self._alive = np.zeros(len(self._curves.tables.points))
         self._lines = plan.cost_model.step_lines()
         self._blends = True
+        self._depth_first = depth_first(plan.tree)
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
         self._right_reads = 0.0
@@ -136,7 +139,7 @@ class Blend(Policy):
         order = plan.leaf_order
         unit = _unit_of_leaf(order)
         density = np.where(self._sticks(order.requests), order.unit_density[unit], order.density)
-        self._blends = self._gains(plan)
+        self._blends = self._gains()
         if not self._blends:
             self.output_tokens_est = unscaled
         self._table.right[order.requests] = (density < plan.density()) & self._blends  # what runs, too
@@ -161,21 +164,27 @@ class Blend(Policy):
         num = np.bincount(stratum[requests])
         mean = np.bincount(stratum[requests], weights=self._expected_output(requests)) / np.maximum(num, 1)
         place = np.empty(self.plan.num_requests, dtype=np.int32)
-        place[depth_first(self.plan.tree)] = np.arange(self.plan.num_requests, dtype=np.int32)
+        place[self._depth_first] = np.arange(self.plan.num_requests, dtype=np.int32)
         kind = stratum[requests]
         return np.asarray(requests[np.lexsort((place[requests], kind, -mean[kind]))])
 
-    def _gains(self, plan: Plan) -> bool:
-        """Whether blending pays: modelled time of the units one after the other, over that of all of them blended."""
-        remains = self._unfinished[plan.leaf_order.requests]
-        requests, unit = plan.leaf_order.requests[remains], _unit_of_leaf(plan.leaf_order)[remains]
+    def _gains(self) -> bool:
+        """Whether blending pays: modelled time in depth-first order, over that of the whole job blended.
+
+        In depth-first order what is in memory together overlaps already, so that order is cut into windows that fill
+        `WINDOW_RATIO` of the memory, and only they are taken to run one after the other. Neighbours of a sorted order
+        would differ by what is noise within a subtree.
+        """
+        requests = self._depth_first[self._unfinished[self._depth_first]]
         if len(requests) == 0:
             return False
         expected = self._expected_output(requests)
-        tokens = np.bincount(unit, weights=self._table.prompt_share[requests] + expected)
+        held = np.cumsum(self._table.own[requests] + expected / 2.0)
+        window = (held / (WINDOW_RATIO * self._capacity)).astype(np.int64)
+        tokens = np.bincount(window, weights=self._table.prompt_share[requests] + expected)
         compute = tokens * self._lines.compute_s_per_token
         memory_s = self.plan.cost_model.memory_s(self._table.prompt[requests], expected)
-        memory = np.bincount(unit, weights=memory_s)
+        memory = np.bincount(window, weights=memory_s)
         overlap = self.plan.cost_model.hardware.overlap
         apart = sum(overlap(c, m) for c, m in zip(compute.tolist(), memory.tolist(), strict=True))
         return apart >= MIN_GAIN * overlap(float(compute.sum()), float(memory.sum()))
@@ -231,7 +240,7 @@ class Blend(Policy):
         self.output_tokens_est = self._estimator.estimate()
         self._scale_to_curves()
         self._reorder()
-        if blended or self._gains(self.plan):
+        if blended or self._gains():
             self._divide(self.plan, self.output_tokens_est)
         else:
             self.output_tokens_est = before
