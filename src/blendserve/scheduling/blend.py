@@ -26,7 +26,7 @@ MAX_PREFIX_MEMORY_RATIO = 0.05
 """memory that the shared prefixes of those parts may take"""
 MIN_GAIN = 1.05
 """time in depth-first order, over that of the blend, from which blending is tried"""
-ORDER_TOLERANCE = 1.001
+ORDER_TOLERANCE = 1.005
 """modelled time that taking long outputs first may cost, for what it saves at the end"""
 WINDOW_RATIO = 0.5
 """memory, of all, that is taken to hold what overlaps in depth-first order anyway"""
@@ -114,6 +114,7 @@ class Blend(Policy):
         self._lines = plan.cost_model.step_lines()
         self._blends = True
         self._depth_first = depth_first(plan.tree)
+        self._goes_by_class: bool | None = None
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
         self._right_reads = 0.0
@@ -168,7 +169,9 @@ class Blend(Policy):
         plain = np.asarray(requests[np.argsort(place[requests])])
         kind = stratum[plain]
         by_class = np.asarray(plain[np.lexsort((kind, -mean[kind]))])
-        return by_class if self._apart(by_class) <= ORDER_TOLERANCE * self._apart(plain) else plain
+        if self._goes_by_class is None:  # once: going over to another order would leave prefixes half used
+            self._goes_by_class = self._apart(by_class) <= ORDER_TOLERANCE * self._apart(plain)
+        return by_class if self._goes_by_class else plain
 
     def _gains(self) -> bool:
         """Whether blending pays."""
