@@ -402,7 +402,8 @@ def simulate_command(
         typer.Argument(
             metavar="[WORKLOAD|JOB.jsonl]",
             help="trace1 … trace4; a point of the grid, grid-1.05-0.25 (density, sharing); a trace at a density and "
-            "sharing, sharegpt-1.4-0.35; or a batch file.",
+            "sharing, sharegpt-1.4-0.35; agents, agents-mixed or conversations (prefixes of several levels); or a "
+            "batch file.",
         ),
     ] = None,
     lengths_file: Annotated[

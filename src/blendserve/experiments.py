@@ -1,6 +1,7 @@
 """The paper's evaluation, simulated: which workloads, devices and policies each figure compares.
 
-Figures are numbered as in `docs/paper.md`, which says what of the paper each one answers to. All of them are simulated.
+Figures are numbered as in `docs/paper.md`, which says what of the paper each one answers to; `trees` is ours. All of
+them are simulated.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
 from blendserve.simulator import Calibration, Lengths, Series, SimulationReport, plan_workload, simulate
 from blendserve.workloads import (
+    DEEP_WORKLOADS,
     GRID,
     HIGH_VARIANCE,
     PAPER_MODELS,
@@ -148,6 +150,12 @@ def _figures() -> dict[str, list[Case]]:
             for setting in ("smooth", "kinked")
             for w in four
             for lengths in ("known", "sampled", "none")
+            for p in overlapped
+        ],
+        "trees": [
+            Case(w, p, setting=setting)
+            for setting in ("smooth", "kinked")
+            for w in DEEP_WORKLOADS
             for p in overlapped
         ],
     }  # fmt: skip
@@ -393,6 +401,7 @@ TITLES = {
     "fig13": "Other models on eight A100s",
     "fig14": "Workloads with high output variance",
     "fig15": "What is known about lengths, and how operators overlap",
+    "trees": "Prefixes of several levels",
 }
 
 

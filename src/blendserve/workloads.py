@@ -3,7 +3,7 @@
 No trace's requests are shipped: each trace is a distribution with the published means, and prompts are random token
 ids that share exactly the prefixes the trace shares. Within a trace only its system prompt and, for MMLU, the
 few-shot prefix of a subject are shared; turns of one conversation (WildChat's 19 %) are not modelled.
-Source: BlendServe §6.2, App. A.3.
+Source: BlendServe §6.2, App. A.3. `DEEP_WORKLOADS` have prefixes of several levels and are synthetic throughout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -363,11 +363,13 @@ def named_workload(name: str, num_requests: int, seed: int, cost_model: CostMode
     """The mix that `name` stands for.
 
     `trace1` to `trace4`; `grid-1.05-0.25` for a point of `GRID`; `sharegpt-1.4-0.35` for a compute-intensive trace at a
-    density and a sharing ratio.
+    density and a sharing ratio; one of `DEEP_WORKLOADS`.
 
     Raises:
         ConfigError: no such workload, or it cannot be mixed from that many requests.
     """
+    if name in DEEP_WORKLOADS:
+        return _deep_workload(name, num_requests, seed, cost_model.model.vocab_size)
     trace, pair = "burstgpt", PAPER_TRACES.get(name)
     if found := re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", name):
         pair = (float(found[2]), float(found[3]))
@@ -377,9 +379,9 @@ def named_workload(name: str, num_requests: int, seed: int, cost_model: CostMode
             pair = None
     if pair is None or trace not in COMPUTE_TRACES:
         raise ConfigError(
-            f"no workload {name!r}; choose {', '.join(PAPER_TRACES)}, a grid point such as grid-1.05-0.25 (density "
-            "0.80 to 1.40 in steps of 0.05, sharing 0.05 to 0.45 in steps of 0.10), or TRACE-DENSITY-SHARING "
-            f"with one of {', '.join(COMPUTE_TRACES)}"
+            f"no workload {name!r}; choose {', '.join((*PAPER_TRACES, *DEEP_WORKLOADS))}, a grid point such as "
+            "grid-1.05-0.25 (density 0.80 to 1.40 in steps of 0.05, sharing 0.05 to 0.45 in steps of 0.10), or "
+            f"TRACE-DENSITY-SHARING with one of {', '.join(COMPUTE_TRACES)}"
         )
     mixed = mix(*pair, num_requests, compute_trace=trace, seed=seed, cost_model=cost_model)
     return replace(mixed, name=name)
@@ -573,6 +575,182 @@ def _concatenate(samples: Sequence[TraceSample]) -> TraceSample:
         np.concatenate([sample.group for sample in samples]),
         np.concatenate([sample.shared_tokens for sample in samples]),
     )
+
+
+# -- workloads of several prefix levels ------------------------------------------------------------------------------
+
+
+class PrefixForest(NamedTuple):
+    """Requests as nodes of a forest; a prompt is the segments from the root down to its request's node."""
+
+    parent: Ints
+    """[num_nodes] -1 for roots; parents come before their children"""
+    tokens: Ints
+    """[num_nodes] length of each node's own segment"""
+    node: Ints
+    """[num_requests] node at which each prompt ends"""
+    output_tokens: Ints
+    """[num_requests]"""
+    is_long: NDArray[np.bool_]
+    """[num_requests] whether the output is of the long kind"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Two kinds of outputs, lognormal; tokens."""
+
+    short: float
+    long: float
+    long_ratio: float
+    """share of the long kind"""
+    sigmas: tuple[float, float] = (0.8, 0.5)
+    longest: int = 8192
+
+    def sample(self, rng: np.random.Generator, is_long: NDArray[np.bool_]) -> Ints:
+        """An output for each entry."""
+        mean = np.where(is_long, self.long, self.short)
+        return np.minimum(_lognormal(rng, mean, np.where(is_long, *self.sigmas[::-1])), self.longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """System prompt, tool schema, few-shot examples (a task), document, question: five levels. All synthetic.
+
+    Every document belongs to one task; how often it is asked about varies lognormally.
+    """
+
+    branches: tuple[int, int, int] = (4, 3, 3)
+    """system prompts, tool schemas of each, tasks of each"""
+    level_tokens: tuple[int, int, int, int, int] = (300, 600, 500, 1500, 60)
+    """mean length of each level's segment"""
+    sigma: float = 0.4
+    """log-spread of segments"""
+    questions_per_document: float = 4.0
+    popularity_sigma: float = 1.0
+    long_by: Literal["task", "question"] = "task"
+    """whether a whole task has long outputs, or any question may, next to short ones on the same document"""
+    outputs: Outputs = Outputs(short=25, long=1200, long_ratio=1 / 12)
+
+    def sample(self, rng: np.random.Generator, num_requests: int) -> PrefixForest:
+        """Questions in random order."""
+        counts = np.cumprod(self.branches).tolist()
+        num_documents = max(round(num_requests / self.questions_per_document), 1)
+        counts += [num_documents, num_requests]
+        popularity = np.cumsum(_lognormal(rng, np.full(num_documents, 1e3), self.popularity_sigma))
+        document = np.searchsorted(popularity, rng.random(num_requests) * popularity[-1], side="right")
+        num_tasks = counts[2]
+        task = rng.permutation(num_documents) % num_tasks
+        above = [np.arange(n) // b for n, b in zip(counts[1:3], self.branches[1:], strict=True)]
+        first = np.cumsum([0, *counts])
+        parent = np.full(counts[0], -1)
+        for level, up in enumerate([*above, task, document]):
+            parent = np.concatenate((parent, first[level] + up))
+        if self.long_by == "task":
+            long_tasks = rng.permutation(num_tasks)[: max(round(self.outputs.long_ratio * num_tasks), 1)]
+            is_long = np.isin(task[document], long_tasks)
+        else:
+            is_long = rng.random(num_requests) < self.outputs.long_ratio
+        tokens = _lognormal(rng, np.repeat(np.array(self.level_tokens, dtype=np.float64), counts), self.sigma)
+        node = np.arange(first[4], first[5], dtype=np.int32)
+        outputs = self.outputs.sample(rng, is_long)
+        return PrefixForest(parent.astype(np.int32), tokens, node, outputs, is_long)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Every turn of every conversation is a request whose prompt holds all earlier turns. All synthetic.
+
+    Answers in prompts are as long as the outputs of the turns they answer. Where a conversation branches, the branches
+    share the answer too.
+    """
+
+    system_prompts: int = 8
+    system_tokens: int = 200
+    message_tokens: int = 80
+    sigma: float = 0.7
+    """log-spread of messages"""
+    continued_ratio: float = 0.7
+    """turns that are followed by another …"""
+    branched_ratio: float = 0.1
+    """… and those, of all, that are followed by two"""
+    longest_prompt: int = 16_384
+    """longer conversations are not continued"""
+    outputs: Outputs = Outputs(short=120, long=2000, long_ratio=0.04)
+
+    def sample(self, rng: np.random.Generator, num_requests: int) -> PrefixForest:
+        """Turns in random order."""
+        is_long = rng.random(num_requests) < self.outputs.long_ratio
+        outputs = self.outputs.sample(rng, is_long)
+        message = _lognormal(rng, np.full(num_requests, float(self.message_tokens)), self.sigma)
+        system = _lognormal(rng, np.full(self.system_prompts, float(self.system_tokens)), self.sigma)
+        chance = rng.random(num_requests)
+        followers = (chance < self.continued_ratio).astype(int) + (chance < self.branched_ratio)
+        # Nodes: system prompts, then the message and the answer of each turn in turn.
+        which = rng.integers(self.system_prompts, size=num_requests)
+        parent = np.empty((num_requests, 2), dtype=np.int32)
+        prompt = np.empty(num_requests, dtype=np.int64)
+        open_turns: list[int] = []
+        for turn in range(num_requests):
+            message_node = self.system_prompts + 2 * turn
+            earlier = open_turns.pop() if open_turns else None
+            if earlier is None:
+                parent[turn] = which[turn], message_node
+                prompt[turn] = system[which[turn]] + message[turn]
+            else:
+                parent[turn] = self.system_prompts + 2 * earlier + 1, message_node
+                prompt[turn] = prompt[earlier] + outputs[earlier] + message[turn]
+            if prompt[turn] + outputs[turn] < self.longest_prompt:
+                open_turns += [turn] * followers[turn]
+        order = rng.permutation(num_requests)
+        return PrefixForest(
+            np.concatenate((np.full(self.system_prompts, -1, dtype=np.int32), parent.reshape(-1))),
+            np.concatenate((system, np.stack((message, outputs), axis=1).reshape(-1))),
+            (self.system_prompts + 2 * order).astype(np.int32),
+            outputs[order],
+            is_long[order],
+        )
+
+
+DEEP_WORKLOADS: dict[str, Agents | Conversations] = {
+    "agents": Agents(),
+    "agents-mixed": Agents(long_by="question"),
+    "conversations": Conversations(),
+}
+"""Workloads of several prefix levels by name. All figures are assumed, chosen for a density near 1 after sharing."""
+
+
+def _deep_workload(name: str, num_requests: int, seed: int, vocab_size: int) -> Workload:
+    rng = np.random.default_rng(seed)
+    forest = DEEP_WORKLOADS[name].sample(rng, num_requests)
+    seeds = rng.integers(2**63, size=num_requests, dtype=np.uint64)
+    requests = _request_table(_forest_tokens(rng, forest, vocab_size), MAX_TOKENS, seeds)
+    return Workload(name, requests, forest.output_tokens, forest.is_long.astype(np.int8), ("short", "long"))
+
+
+def _forest_tokens(rng: np.random.Generator, forest: PrefixForest, vocab_size: int) -> PromptTokens:
+    """Random tokens for every node, put together along each prompt's path."""
+    parent, tokens = forest.parent.tolist(), forest.tokens.tolist()
+    first = (np.cumsum(forest.tokens, dtype=np.int64) - forest.tokens).tolist()
+    pool = rng.integers(vocab_size, size=first[-1] + tokens[-1], dtype=np.uint32)
+    depth = tokens.copy()
+    for node, above in enumerate(parent):
+        depth[node] += depth[above] if above >= 0 else 0
+    lengths = np.array(depth, dtype=np.int32)[forest.node]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    data = np.empty(int(ends[-1]), dtype=np.uint32)
+    for last, prompt_end in zip(forest.node.tolist(), ends.tolist(), strict=True):
+        node, end = last, prompt_end
+        while node >= 0:
+            begin = end - tokens[node]
+            data[begin:end] = pool[first[node] : first[node] + tokens[node]]
+            node, end = parent[node], begin
+    return PromptTokens(data, ends - lengths, lengths)
+
+
+def _lognormal(rng: np.random.Generator, mean: Floats, sigma: float | Floats) -> Ints:
+    """A whole number of tokens, at least 1, around each mean."""
+    spread = np.exp(sigma * rng.standard_normal(len(mean)) - np.square(sigma) / 2.0)
+    return np.maximum(np.rint(mean * spread), 1).astype(np.int32)
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

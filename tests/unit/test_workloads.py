@@ -11,6 +11,7 @@ from blendserve.errors import ConfigError
 from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
 from blendserve.simulator import plan_workload
 from blendserve.workloads import (
+    DEEP_WORKLOADS,
     GRID,
     HIGH_VARIANCE,
     PAPER_MODELS,
@@ -252,6 +253,66 @@ def test_unknown_names_are_refused(name: str) -> None:
 def test_an_unsuitable_trace_is_refused() -> None:
     with pytest.raises(ConfigError, match="not compute-intensive"):
         mix(1.4, 0.35, 1000, compute_trace="limo", cost_model=COST_MODEL)
+
+
+# -- several prefix levels ---
+
+
+@pytest.mark.parametrize(
+    ("name", "levels", "quantile", "s"),
+    [("agents", 4, 0.1, 0.88), ("agents-mixed", 4, 0.1, 0.88), ("conversations", 4, 0.5, 0.85)],
+)
+def test_prefixes_of_several_levels(name: str, levels: int, quantile: float, s: float) -> None:
+    workload = named_workload(name, 20_000, 1, COST_MODEL)
+    requests, plan = plan_workload(workload.requests, workload.output_tokens, COST_MODEL, "known")
+    tree = plan.tree
+    level = np.zeros(tree.num_nodes, dtype=int)
+    for node in range(1, tree.num_nodes):
+        level[node] = level[tree.parent[node]] + 1
+    assert np.quantile(level[tree.leaf_parent], quantile) >= levels
+    assert workload.name == name
+    assert workload.num_requests == len(requests) == 20_000
+    assert sharing(workload) == pytest.approx(s, abs=0.02)
+    assert 0.8 < plan.density() < 1.25
+    assert (workload.output_tokens <= workload.requests.max_tokens).all()
+    assert workload.requests.tokens.data.max() < LLAMA.vocab_size
+    is_long = workload.trace_of == workload.trace_names.index("long")
+    stated = DEEP_WORKLOADS[name].outputs
+    assert is_long.mean() == pytest.approx(stated.long_ratio, rel=0.2)
+    assert workload.output_tokens[~is_long].mean() == pytest.approx(stated.short, rel=0.05)
+    assert workload.output_tokens[is_long].mean() == pytest.approx(stated.long, rel=0.05)
+
+
+def test_tasks_of_agents_have_outputs_of_one_kind_unless_questions_decide() -> None:
+    for name, mixed in (("agents", False), ("agents-mixed", True)):
+        workload = named_workload(name, 4000, 0, COST_MODEL)
+        order = PromptOrder.of(workload.requests.tokens)
+        same_document = order.common[1:] > 2000  # beyond what any few-shot prompt reaches
+        kind = workload.trace_of[order.requests]
+        differs = (kind[1:] != kind[:-1])[same_document]
+        assert same_document.sum() > 1000
+        assert bool(differs.any()) == mixed
+
+
+def test_a_turn_holds_the_turns_before_it() -> None:
+    workload = named_workload("conversations", 3000, 0, COST_MODEL)
+    order = PromptOrder.of(workload.requests.tokens)
+    prompt = workload.requests.prompt_tokens[order.requests]
+    whole = order.common[1:] == prompt[:-1]  # a prompt that is all of the next one's beginning
+    assert 0.4 < whole.mean() < 0.8
+    # The rest of the later prompt: the answer, as long as the output of the earlier turn, and a message.
+    rest = prompt[1:] - prompt[:-1] - workload.output_tokens[order.requests[:-1]]
+    assert (rest[whole] > 0).all()
+
+
+@pytest.mark.parametrize("name", DEEP_WORKLOADS)
+def test_the_same_seed_gives_the_same_deep_workload(name: str) -> None:
+    one, same, other = (named_workload(name, 500, seed, COST_MODEL) for seed in (5, 5, 6))
+    assert np.array_equal(one.requests.tokens.data, same.requests.tokens.data)
+    assert np.array_equal(one.output_tokens, same.output_tokens)
+    assert np.array_equal(one.requests.seeds, same.requests.seeds)
+    assert not np.array_equal(one.output_tokens, other.output_tokens)
+    assert named_workload(name, 1, 0, COST_MODEL).num_requests == 1
 
 
 # -- files ---

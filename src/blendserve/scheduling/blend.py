@@ -25,7 +25,11 @@ LEFT_CHUNKS = 8
 MAX_PREFIX_MEMORY_RATIO = 0.05
 """memory that the shared prefixes of those parts may take, and those of scouts"""
 MIN_GAIN = 1.05
-"""time of the parts of a job one after the other, over that of the blend, from which blending is tried"""
+"""time in depth-first order, over that of the blend, from which blending is tried"""
+ORDER_TOLERANCE = 1.005
+"""modelled time that taking long outputs first may cost, for what it saves at the end"""
+WINDOW_RATIO = 0.5
+"""memory, of all, that is taken to hold what overlaps in depth-first order anyway"""
 STICKY_PREFIX_RATIO = 0.1
 """shared prompt tokens, over the others, from which a request stays with those that share them"""
 LOOK_AHEAD = 64
@@ -103,9 +107,7 @@ class Blend(Policy):
             self._curves.finished(plan.stratum[plan.sampled], plan.sampled_output_tokens)
             nobody = np.empty(0, dtype=np.int32)
             self._curves.refresh(nobody, nobody)
-        self._late = np.zeros(num_groups, dtype=np.bool_)  # classes of which some request finished or is late
-        if plan.sampled_output_tokens is not None:
-            self._late[plan.stratum[plan.sampled]] = True
+        self._late = np.zeros(num_groups, dtype=np.bool_)  # classes whose curves estimates follow
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
         self._unfinished = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 8))
@@ -113,6 +115,8 @@ class Blend(Policy):
         self._alive = np.zeros(len(self._curves.tables.points))
         self._lines = plan.cost_model.step_lines()
         self._blends = True
+        self._depth_first = depth_first(plan.tree)
+        self._goes_by_class: bool | None = None
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
         self._right_reads = 0.0
@@ -132,13 +136,13 @@ class Blend(Policy):
     def _divide(self, plan: Plan, unscaled: Floats) -> None:
         """Divide what waits into LEFT and RIGHT and put both in order.
 
-        Where blending gains nothing, everything is LEFT, class by class with long outputs first, depth-first inside a
-        class, much as `longest-first-dfs` does, and, as there, by estimates that the curves have not changed.
+        Where blending gains nothing, everything is LEFT in an order much like `longest-first-dfs`'s or `dfs`'s, and, as
+        there, by estimates that the curves have not changed.
         """
         order = plan.leaf_order
         unit = _unit_of_leaf(order)
         density = np.where(self._sticks(order.requests), order.unit_density[unit], order.density)
-        self._blends = self._gains(plan)
+        self._blends = self._gains()
         if not self._blends:
             self.output_tokens_est = unscaled
         self._table.right[order.requests] = (density < plan.density()) & self._blends  # what runs, too
@@ -150,38 +154,55 @@ class Blend(Policy):
         self._right = self._longest_first(requests[is_right], unit[is_right], sampled)
         self._next_right = np.arange(len(self._right) + 1, dtype=np.int32)
         left = requests[~is_right]
-        self._left = self._interleaved(left, sampled) if self._blends else self._by_class(left)
+        self._left = self._interleaved(left, sampled) if self._blends else self._unblended(left)
         self._retracted: Ints = np.empty(0, dtype=np.int32)
         for side, members in ((LEFT, self._left), (RIGHT, self._right)):
             self._sums[side] = 0.0
             self._count(side, members, 1.0)
         self._try_right = True
 
-    def _by_class(self, requests: Ints) -> Ints:
-        """Classes by descending mean output, depth-first order inside each; a few of unknown classes before them."""
+    def _unblended(self, requests: Ints) -> Ints:
+        """Classes by descending mean output, depth-first inside each; plain depth-first order where that is faster.
+
+        A few requests of classes of which nothing is known go before all others.
+        """
         stratum = self.plan.stratum
         num = np.bincount(stratum[requests])
         mean = np.bincount(stratum[requests], weights=self._expected_output(requests)) / np.maximum(num, 1)
         place = np.empty(self.plan.num_requests, dtype=np.int32)
-        place[depth_first(self.plan.tree)] = np.arange(self.plan.num_requests, dtype=np.int32)
-        kind = stratum[requests]
-        first = self._scouts[requests] & (self._curves.num_finished[kind] == 0)
-        return np.asarray(requests[np.lexsort((place[requests], kind, -mean[kind], ~first))])
+        place[self._depth_first] = np.arange(self.plan.num_requests, dtype=np.int32)
+        plain = np.asarray(requests[np.argsort(place[requests])])
+        kind = stratum[plain]
+        by_class = np.asarray(plain[np.lexsort((kind, -mean[kind]))])
+        if self._goes_by_class is None:  # once: going over to another order would leave prefixes half used
+            self._goes_by_class = self._apart(by_class) <= ORDER_TOLERANCE * self._apart(plain)
+        order = by_class if self._goes_by_class else plain
+        first = self._scouts[order] & (self._curves.num_finished[stratum[order]] == 0)
+        return np.concatenate((order[first], order[~first]))
 
-    def _gains(self, plan: Plan) -> bool:
-        """Whether blending pays: modelled time of the units one after the other, over that of all of them blended."""
-        remains = self._unfinished[plan.leaf_order.requests]
-        requests, unit = plan.leaf_order.requests[remains], _unit_of_leaf(plan.leaf_order)[remains]
+    def _gains(self) -> bool:
+        """Whether blending pays."""
+        requests = self._depth_first[self._unfinished[self._depth_first]]
+        return self._apart(requests) >= MIN_GAIN
+
+    def _apart(self, requests: Ints) -> float:
+        """Modelled time of requests in an order, over that of all of them blended.
+
+        What is in memory together overlaps anyway, so the order is cut into windows that fill `WINDOW_RATIO` of the
+        memory, and only they are taken to run one after the other.
+        """
         if len(requests) == 0:
-            return False
+            return 1.0
         expected = self._expected_output(requests)
-        tokens = np.bincount(unit, weights=self._table.prompt_share[requests] + expected)
+        held = np.cumsum(self._table.own[requests] + expected / 2.0)
+        window = (held / (WINDOW_RATIO * self._capacity)).astype(np.int64)
+        tokens = np.bincount(window, weights=self._table.prompt_share[requests] + expected)
         compute = tokens * self._lines.compute_s_per_token
         memory_s = self.plan.cost_model.memory_s(self._table.prompt[requests], expected)
-        memory = np.bincount(unit, weights=memory_s)
+        memory = np.bincount(window, weights=memory_s)
         overlap = self.plan.cost_model.hardware.overlap
         apart = sum(overlap(c, m) for c, m in zip(compute.tolist(), memory.tolist(), strict=True))
-        return apart >= MIN_GAIN * overlap(float(compute.sum()), float(memory.sum()))
+        return apart / overlap(float(compute.sum()), float(memory.sum()))
 
     def _choose_scouts(self) -> NDArray[np.bool_]:
         """[num_requests] a few samples of each class, of as many classes as have their prefixes in a little memory."""
@@ -249,7 +270,7 @@ class Blend(Policy):
         self.output_tokens_est = self._estimator.estimate()
         self._scale_to_curves()
         self._reorder()
-        if blended or self._gains(self.plan):
+        if blended or self._gains():
             self._divide(self.plan, self.output_tokens_est)
         else:
             self.output_tokens_est = before
@@ -289,6 +310,9 @@ class Blend(Policy):
         """Learn the memory, and put the requests in order for it."""
         self._capacity = control.kv_capacity_tokens
         self._scouts = self._choose_scouts()
+        # A curve of few lengths has a long tail, so it does not decide whether to blend.
+        if self.plan.sampled_output_tokens is not None and self._gains():
+            self._late[self.plan.stratum[self.plan.sampled]] = True
         self._scale_to_curves()
         self._divide(self.plan, self.output_tokens_est)
 
