@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path, nargs="+", help="rows.jsonl of simulated runs")
     lines = itertools.chain.from_iterable(file.read_bytes().splitlines() for file in parser.parse_args().rows)
-    found = [orjson.loads(line) for line in lines]
+    found = [orjson.loads(line) for line in lines if line]
     chosen = [
         r for r in found if r["setting"] == "smooth" and r["lengths"] == "sampled" and r["policy"] in POLICIES
     ]

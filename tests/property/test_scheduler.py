@@ -49,6 +49,7 @@ class ShadowedRun:
         self.written: Written = {}
         self.cached: dict[int, int] = {}
         self.num_computed = 0
+        self.num_prefill = 0
         self.decode_rows = np.zeros(len(job.prompts), dtype=int)
 
     def run(self) -> "ShadowedRun":
@@ -60,6 +61,7 @@ class ShadowedRun:
             assert batch.num_tokens.sum() <= self.job.max_num_batched_tokens
             assert (batch.num_tokens > 0).all()
             assert scheduler.kv_committed_tokens <= scheduler.kv_capacity_tokens
+            self.num_prefill += batch.num_prefill_tokens
             self.write(batch)
             self.read(batch)
             step = self.executor.execute(batch)
@@ -68,6 +70,8 @@ class ShadowedRun:
                 self.cached[request] = num_cached
             scheduler.check_conservation()
         assert sorted(self.cached) == list(range(len(self.job.prompts)))
+        # Every prompt token was computed or found in the cache; what was computed besides was computed again.
+        assert self.num_prefill + sum(self.cached.values()) >= sum(map(len, self.job.prompts))
         return self
 
     def content(self, request: int, position: int) -> tuple[object, ...]:

@@ -55,8 +55,8 @@ class _Requests(NamedTuple):
     """prompt tokens"""
     generated: Ints
     """tokens it had generated when it was retracted"""
-    retracted: Ints
-    """1 if it was retracted before"""
+    accounted: Ints
+    """leading tokens that it computed, or found in the cache, before it was retracted"""
     state: Ints
     """a `_State`"""
     num_cached: Ints
@@ -116,8 +116,8 @@ class _Sequences(NamedTuple):
     private_length: Ints
     """private blocks held"""
     private_committed: Ints
-    recomputes: Ints
-    """1 if the sequence was retracted before: reuse then is not a cache hit of its prompt"""
+    accounted: Ints
+    """leading tokens that were there before a retraction: finding them again is not a cache hit"""
     projected_from: Ints
     """step at which the sequence's memory projection starts; -1 if it has none"""
     projected_tokens: Ints
@@ -346,7 +346,7 @@ class Scheduler:
         slots = self._seqs.running[: self.num_running]
         slot = int(slots[self._seqs.request[slots] == request][0])
         self._table.generated[request] = self._seqs.num_tokens[slot] - self._seqs.prompt[slot]
-        self._table.retracted[request] = 1
+        self._table.accounted[request] = max(self._table.accounted[request], self._seqs.num_computed[slot])
         _release(self._arrays, slot, False, self.config.free_unused_prefixes, self.step_index)
         self.num_retracted += 1
         self.num_retracted_in_step += 1
@@ -551,9 +551,9 @@ def _admit(arrays, request, output_est, look_ahead, now, block_size):  # type: i
     seqs.private_length[slot] = 0
     seqs.private_committed[slot] = private
     kv.counts[PRIVATE] += private
-    seqs.recomputes[slot] = table.retracted[request]
+    seqs.accounted[slot] = table.accounted[request]
     table.state[request] = RUNNING
-    if not table.retracted[request]:
+    if table.expected[request] == 0:
         table.expected[request] = np.int32(output_est + 0.5)
     arrays.counters[NUM_RUNNING] += 1
     _start_projection(seqs, arrays.projection, slot, left, now, block_size)
@@ -653,8 +653,8 @@ def _catch_up(kv, seqs, block_tables, num_cached, slot, block_size):  # type: ig
                     block_tables[slot, kv.start[node] + i] = block
                     block = kv.next_block[block]
             reached = (kv.start[node] + filled) * block_size
-            if not seqs.recomputes[slot]:
-                num_cached[seqs.request[slot]] += reached - seqs.num_computed[slot]
+            known = max(seqs.num_computed[slot], seqs.accounted[slot])
+            num_cached[seqs.request[slot]] += max(reached - known, 0)
             seqs.num_computed[slot] = reached
         if filled < kv.size[node]:
             break
