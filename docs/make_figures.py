@@ -124,11 +124,11 @@ def losses(rows: list[Row]) -> str:
         parts.append(text(x + 6, y + 14, f"{1.0 - row['optimum_ratio']:.1%}"))
         y += bar
     for place, (name, colour) in enumerate(LOSSES.values()):
-        x, line = LEFT + (place % 4) * 280, y + 20 + 20 * (place // 4)
+        x, line = LEFT + (place % 3) * 370, y + 20 + 20 * (place // 3)
         parts.append(f'<rect x="{x}" y="{line - 10}" width="12" height="12" fill="{colour}"/>')
         parts.append(text(x + 18, line, name, font_size=12))
     return svg(
-        parts, int(y) + 52, f"Share of the time lost to the practical optimum (simulated: {where(rows)})"
+        parts, int(y) + 72, f"Share of the time lost to the practical optimum (simulated: {where(rows)})"
     )
 
 
