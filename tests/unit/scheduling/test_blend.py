@@ -210,3 +210,28 @@ def test_nobody_is_first_of_a_side_for_longer_than_the_stated_bound(
 def test_without_patience_somebody_waits_for_much_longer() -> None:
     """Guards the test above: without this, it could pass because there is always room."""
     assert longest_wait("left", 0) > 100 + PROJECT_EVERY + 2 * (400 + 8000 // MIN_STEP_TOKENS)
+
+
+def test_where_depth_first_order_overlaps_already_it_does_not_blend() -> None:
+    """Long and short answers on one document: sorting them apart would gain nothing and cost prefixes."""
+    workload = named_workload("agents-mixed", 3000, 0, A100)
+    blend, dfs = (run(workload, policy, A100, 200_000) for policy in ("blend", "dfs"))
+    assert blend.makespan_s <= 1.005 * dfs.makespan_s
+    assert blend.sharing_kept_ratio >= 0.999
+
+
+@pytest.mark.parametrize("long_kind", [0, 1])
+def test_where_nothing_is_known_some_of_every_kind_run_at_once(long_kind: int) -> None:
+    """Whichever kind comes last in the order; else its lengths would be learnt when it is too late to blend them."""
+    rng = np.random.default_rng(0)
+    prompts = [
+        [kind] * 20 + [int(t) for t in rng.integers(2, 1000, 100)] for kind in (0, 1) for _ in range(500)
+    ]
+    kinds = np.repeat([0, 1], 500)
+    output_tokens = np.where(kinds == long_kind, 900, 3).astype(np.int32)
+    requests, plan = plan_workload(request_table(prompts, max_tokens=1000), output_tokens, A100, "none")
+    policy = Blend(plan)
+    executor = SimulatedExecutor(A100, output_tokens=output_tokens, kv_cache_tokens=40_000)
+    next(iter(BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy)))
+    admitted = ~policy._waits
+    assert [int(admitted[kinds == kind].sum()) >= 2 for kind in (0, 1)] == [True, True]
