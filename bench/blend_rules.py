@@ -78,7 +78,7 @@ RULES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     ),
     "LEFT in one part": lambda: patch.object(blend, "LEFT_CHUNKS", 1),
     "no retraction for LEFT": lambda: patch.object(blend, "MAX_RECOMPUTE_RATIO", 0.0),
-    "estimates from finished requests only": lambda: patch.object(
+    "order not renewed when curves move": lambda: patch.object(
         Blend, "_drifted", lambda _policy: False
     ),
 }  # fmt: skip

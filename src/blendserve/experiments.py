@@ -174,11 +174,10 @@ class FinishedRuns:
         self._path = path
         self._key = f"{num_requests} {seed} {_code_digest()}"
         self.rows: dict[Case, Row] = {}
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        for line in lines:
-            with contextlib.suppress(
-                orjson.JSONDecodeError
-            ):  # the last line, if the process was killed in it
+        content = path.read_bytes() if path.exists() else b""
+        self._torn = not content.endswith(b"\n") and len(content) > 0  # killed in the middle of a line
+        for line in content.splitlines():
+            with contextlib.suppress(orjson.JSONDecodeError):
                 row = orjson.loads(line)
                 if row.pop("run") == self._key:
                     self.rows[Case(**{field.name: row[field.name] for field in fields(Case)})] = row
@@ -187,9 +186,9 @@ class FinishedRuns:
         """Write a row at once."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         line = orjson.dumps({"run": self._key, **row}, option=orjson.OPT_SERIALIZE_NUMPY)
-        torn = self._path.exists() and not (b"\n" + self._path.read_bytes()).endswith(b"\n")
         with self._path.open("ab") as file:
-            file.write((b"\n" if torn else b"") + line + b"\n")
+            file.write((b"\n" if self._torn else b"") + line + b"\n")
+        self._torn = False
 
 
 def _code_digest() -> str:

@@ -185,8 +185,9 @@ def test_counting_blocks_decides_like_linking_them(job: SmallJob, policy: str) -
 class AdmitsAll(OrderedPolicy):
     """Admits whatever fits, however much is waiting for its prefill already."""
 
-    def _wants_prefill(self, control: Control) -> bool:
-        return True
+    def _admit_in_order(self, control: Control) -> None:
+        if len(self._first) == 0:
+            self._waiting = self._waiting[control.admit(self._waiting, self.output_tokens_est, 1 << 30) :]
 
 
 @pytest.mark.parametrize("num_blocks", range(12, 30))

@@ -103,9 +103,8 @@ def _fit(at_risk, ended, num_finished, caps, classes, generated, bucket_at, frac
     running = np.zeros((num_classes, num_buckets + 1))
     for i in range(len(classes)):  # at risk in every bucket that it has left behind
         running[classes[i], min(max(age_index(generated[i]) - 1, 0), num_buckets)] += 1.0
-    curve = np.zeros(
-        num_buckets + 2
-    )  # probability of more tokens than a bucket's lower edge, linear in between
+    # Probability of more tokens than a bucket's lower edge; linear in between, and 0 from the last edge on.
+    curve = np.zeros(num_buckets + 2)
     points = tables.points
     for group in range(num_classes):
         for bucket in range(num_buckets - 1, -1, -1):

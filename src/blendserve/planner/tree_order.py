@@ -155,7 +155,8 @@ def _children(tree: PrefixTree, item_parent: Ints, key: NDArray[Any]) -> tuple[I
     by_first = np.argsort(item_first, kind="stable").astype(np.int32)
     key = key[by_first]
     by_key = np.argsort(key).astype(np.int32)  # much faster than a stable sort; `_group` sees to equal keys
-    return _group(by_first, by_key, key, item_parent, tree.num_nodes)  # type: ignore[no-any-return]
+    children, child_start = _group(by_first, by_key, key, item_parent, tree.num_nodes)
+    return children, child_start
 
 
 @numba.njit(cache=True, nogil=True)

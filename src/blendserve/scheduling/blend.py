@@ -266,12 +266,12 @@ class Blend(Policy):
 
     def _follow_curves(self) -> None:
         """Order anew because the curves have moved; where blending gains nothing still, leave things as they are."""
-        before, blended = self.output_tokens_est, self._blends
-        self.output_tokens_est = self._estimator.estimate()
+        before, unscaled = self.output_tokens_est, self._estimator.estimate()
+        self.output_tokens_est = unscaled.copy()
         self._scale_to_curves()
-        self._reorder()
-        if blended or self._gains():
-            self._divide(self.plan, self.output_tokens_est)
+        if self._blends or self._gains():
+            self._reorder()
+            self._divide(self.plan, unscaled)
         else:
             self.output_tokens_est = before
 

@@ -119,7 +119,10 @@ def _without_owner(typing_context, array):  # type: ignore[no-untyped-def]  # no
 
 @overload(uncounted)
 def _uncounted(array):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    return lambda array: _without_owner(array)  # noqa: PLW0108 (numba matches the names of parameters)
+    def implementation(array):  # type: ignore[no-untyped-def]
+        return _without_owner(array)
+
+    return implementation
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
