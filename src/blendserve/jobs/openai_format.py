@@ -652,7 +652,7 @@ def prepare(
                         "model_not_found",
                         f"The model {_shown(row.model)} does not exist; this job serves "
                         f"{_shown(served_model_name)}. Change 'model' in the line, serve the model by that "
-                        "name, or accept any name.",
+                        "name (--served-model-name), or pass --any-model.",
                         param="model",
                         status_code=404,
                     )
