@@ -40,8 +40,8 @@ ONLY_IN = {
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
     "plotly": ("report.py",),
-    "rich": ("cli.py",),
-    "typer": ("cli.py",),
+    "rich": ("cli/",),
+    "typer": ("cli/",),
 }
 
 

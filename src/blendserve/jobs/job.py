@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from blendserve.errors import EngineError
-from blendserve.jobs.openai_format import LineError, Prepared, Tokenizer, failure_line, success_line
+from blendserve.jobs.openai_format import LineError, Tokenizer, failure_line, success_line
+from blendserve.jobs.prepare import Prepared
 from blendserve.jobs.store import ResultStore
 from blendserve.request import Completion, Failure, Result, StepStats
 

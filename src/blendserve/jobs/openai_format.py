@@ -1,7 +1,7 @@
 """OpenAI Batch files: request lines in, result lines out.
 
 ```
-bytes ──read_rows──▶ Row | LineError ──prepare──▶ Prepared ──(engine)──▶ success_line, failure_line ──▶ bytes
+bytes ──read_rows──▶ Row | LineError ──(prepare, engine)──▶ success_line, failure_line ──▶ bytes
 ```
 
 A line that cannot be served becomes a `LineError` and the other lines run. What this engine cannot honour is
@@ -11,36 +11,26 @@ refused by name, never dropped: a job of a million lines must not run for hours 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import sys
 import time
-from array import array
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 from uuid import uuid4
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from blendserve.errors import ConfigError, RequestError
-from blendserve.request import Completion, RequestTable, SamplingParams, TokenLogprob
-from blendserve.tokens import PromptTokens
+from blendserve.request import Completion, SamplingParams, TokenLogprob
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
-DEFAULT_COMPLETIONS_MAX_TOKENS = 16
-"""OpenAI's default of `max_tokens` for /v1/completions; chat goes on to the end of the context"""
 
 _MAX_N = 128
 _MAX_LOGPROBS = 20
 _MIN_LOGPROB = -9999.0
 """OpenAI's value for "very unlikely"; JSON has no -Infinity"""
-_ENCODE_CHUNK = 2048
-"""lines rendered and encoded at a time; bounds how many prompts exist as text"""
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
@@ -231,27 +221,6 @@ class PreparedRow(NamedTuple):
     n: int
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A job's input, ready to plan and run.
-
-    Request i is completion `sample_index[i]` of `rows[row_index[i]]`.
-    """
-
-    requests: RequestTable
-    rows: list[PreparedRow]
-    row_index: NDArray[np.int32]
-    """[num_requests]"""
-    sample_index: NDArray[np.int32]
-    """[num_requests] 0 .. n-1 within the row"""
-    errors: list[LineError]
-    """lines that cannot run, in line order"""
-    num_lines: int
-    """lines read, blank ones not counted: `len(rows) + len(errors) + num_done`"""
-    num_done: int
-    """lines left out because their result exists"""
-
-
 # -------- reading --------
 
 
@@ -306,7 +275,7 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(envelope, dict):
         raise RequestError(
             "invalid_request",
-            f"This line is {_shown(envelope)}, not a JSON object. Write one request object per line.",
+            f"This line is {shown(envelope)}, not a JSON object. Write one request object per line.",
         )
     return envelope
 
@@ -314,7 +283,7 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
 def _parse_custom_id(envelope: dict[str, Any]) -> str:
     custom_id = _require(envelope, "custom_id", 'Give every line its own, such as "custom_id": "request-1".')
     if not isinstance(custom_id, str) or not custom_id:
-        raise _invalid("custom_id", custom_id, "a non-empty string")
+        raise invalid("custom_id", custom_id, "a non-empty string")
     return custom_id
 
 
@@ -327,17 +296,17 @@ def _parse_row(line: int, custom_id: str, envelope: dict[str, Any], output_token
         )
     method = _require(envelope, "method", 'Add "method": "POST".')
     if method != "POST":
-        raise _invalid("method", method, '"POST"')
+        raise invalid("method", method, '"POST"')
     url = _require(envelope, "url", f'Add "url": "{CHAT_URL}" or "{COMPLETIONS_URL}".')
     if not isinstance(url, str) or url not in _HONOURED_BY_URL:
         raise RequestError(
             "invalid_url",
-            f"The url {_shown(url)} is not served. Use {CHAT_URL} or {COMPLETIONS_URL}.",
+            f"The url {shown(url)} is not served. Use {CHAT_URL} or {COMPLETIONS_URL}.",
             param="url",
         )
     values = _require(envelope, "body", "Put the parameters of the request there.")
     if not isinstance(values, dict):
-        raise _invalid("body", values, "an object")
+        raise invalid("body", values, "an object")
     body = _Body(values)
     if body.boolean("stream"):
         raise RequestError(
@@ -381,7 +350,7 @@ def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | No
                 continue
             raise RequestError(
                 "unsupported_parameter",
-                f"'{name}': {_shown(value)} is not supported. Remove '{name}' or run this line elsewhere.",
+                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line elsewhere.",
                 param=name,
             )
         other_url = next((other for other, names in _HONOURED_BY_URL.items() if name in names), None)
@@ -400,12 +369,12 @@ def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None) -> S
         top_logprobs = body.integer("top_logprobs", 0, _MAX_LOGPROBS)
         logprobs = (top_logprobs or 0) if body.boolean("logprobs") else None
         if top_logprobs and logprobs is None:
-            raise _invalid("top_logprobs", top_logprobs, "'logprobs': true beside it")
+            raise invalid("top_logprobs", top_logprobs, "'logprobs': true beside it")
     else:
         logprobs = body.integer("logprobs", 0, _MAX_LOGPROBS)
     min_tokens = body.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise _invalid("min_tokens", min_tokens, f"at most 'max_tokens', which is {max_tokens}")
+        raise invalid("min_tokens", min_tokens, f"at most 'max_tokens', which is {max_tokens}")
     return SamplingParams(
         temperature=body.number("temperature", 0, 2, default=1.0),
         top_p=body.number("top_p", 0, 1, default=1.0, low_excluded=True),
@@ -425,34 +394,34 @@ def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None) -> S
 def _parse_messages(values: dict[str, Any]) -> list[dict[str, Any]]:
     messages = _require(values, "messages", "Give the conversation as a list of {role, content} objects.")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", messages, "a non-empty list of {role, content} objects")
+        raise invalid("messages", messages, "a non-empty list of {role, content} objects")
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _parse_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _invalid(where, message, "an object with 'role' and 'content'")
+        raise invalid(where, message, "an object with 'role' and 'content'")
     parsed: dict[str, Any] = {}
     for name, value in message.items():
         if name in ("name", "reasoning_content") and value is not None:
             if not isinstance(value, str):
-                raise _invalid(f"{where}.{name}", value, "a string")
+                raise invalid(f"{where}.{name}", value, "a string")
             parsed[name] = value
         elif name not in ("role", "content") and value is not None and value != []:
             raise RequestError(
                 "unsupported_parameter",
-                f"'{where}.{name}': {_shown(value)} is not supported. Use messages of role and text content.",
+                f"'{where}.{name}': {shown(value)} is not supported. Use messages of role and text content.",
                 param=f"{where}.{name}",
             )
     role = _require(message, "role", f"Use one of {', '.join(_ROLES)}.", where)
     if role in ("tool", "function"):
         raise RequestError(
             "unsupported_parameter",
-            f"'{where}.role': {_shown(role)} is not supported, as tools are not. Use {', '.join(_ROLES)}.",
+            f"'{where}.role': {shown(role)} is not supported, as tools are not. Use {', '.join(_ROLES)}.",
             param=f"{where}.role",
         )
     if role not in _ROLES:
-        raise _invalid(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
+        raise invalid(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
     content = _require(message, "content", "Give the text of the message.", where)
     return {
         "role": "system" if role == "developer" else role,
@@ -466,22 +435,22 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise _invalid(where, content, "a string or a non-empty list of text parts")
+        raise invalid(where, content, "a string or a non-empty list of text parts")
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict):
-            raise _invalid(f"{where}[{index}]", part, 'a part such as {"type": "text", "text": "..."}')
+            raise invalid(f"{where}[{index}]", part, 'a part such as {"type": "text", "text": "..."}')
         part_type = _require(part, "type", 'Use {"type": "text", "text": "..."}.', f"{where}[{index}]")
         if part_type != "text":
             raise RequestError(
                 "unsupported_parameter",
-                f"'{where}[{index}]' is a part of type {_shown(part_type)}, which is not supported. "
+                f"'{where}[{index}]' is a part of type {shown(part_type)}, which is not supported. "
                 'Use parts of type "text".',
                 param=f"{where}[{index}].type",
             )
         text = _require(part, "text", "Give the text of the part.", f"{where}[{index}]")
         if not isinstance(text, str):
-            raise _invalid(f"{where}[{index}].text", text, "a string")
+            raise invalid(f"{where}[{index}].text", text, "a string")
         texts.append(text)
     return "\n".join(texts)
 
@@ -500,7 +469,7 @@ def _parse_prompt(values: dict[str, Any]) -> str | list[int]:
                 "Write one line per prompt, each with its own custom_id.",
                 param="prompt",
             )
-    raise _invalid("prompt", prompt, "a non-empty string or a non-empty list of token ids")
+    raise invalid("prompt", prompt, "a non-empty string or a non-empty list of token ids")
 
 
 def _are_token_ids(values: list[Any]) -> bool:
@@ -520,7 +489,7 @@ class _Body:
         value = self._values.get(name)
         if value is None or isinstance(value, str):
             return value
-        raise _invalid(name, value, "a string")
+        raise invalid(name, value, "a string")
 
     def boolean(self, name: str, default: bool = False) -> bool:
         value = self._values.get(name)
@@ -528,7 +497,7 @@ class _Body:
             return default
         if isinstance(value, bool):
             return value
-        raise _invalid(name, value, "true or false")
+        raise invalid(name, value, "true or false")
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
         value = self._values.get(name)
@@ -536,7 +505,7 @@ class _Body:
             return None
         if type(value) is int and value >= low and (high is None or value <= high):
             return value
-        raise _invalid(
+        raise invalid(
             name, value, f"an integer of at least {low}" if high is None else f"an integer {low} .. {high}"
         )
 
@@ -546,7 +515,7 @@ class _Body:
             return default
         if type(value) in (int, float) and (low < value <= high or (value == low and not low_excluded)):
             return float(value)
-        raise _invalid(
+        raise invalid(
             name, value, f"a number {f'above {low}, at most {high}' if low_excluded else f'{low} .. {high}'}"
         )
 
@@ -554,7 +523,7 @@ class _Body:
         value = self._values.get(name)
         if value is None or isinstance(value, dict):
             return value or None
-        raise _invalid(name, value, "an object")
+        raise invalid(name, value, "an object")
 
     def token_ids(self, name: str) -> list[int]:
         value = self._values.get(name)
@@ -562,14 +531,14 @@ class _Body:
             return []
         if isinstance(value, list) and _are_token_ids(value):
             return value
-        raise _invalid(name, value, "a list of token ids")
+        raise invalid(name, value, "a list of token ids")
 
     def stop_strings(self) -> tuple[str, ...]:
         value = self._values.get("stop")
         stops = [value] if isinstance(value, str) else [] if value is None else value
         if isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops):
             return tuple(stops)
-        raise _invalid("stop", value, "a non-empty string or a list of them")
+        raise invalid("stop", value, "a non-empty string or a list of them")
 
 
 def _require(values: dict[str, Any], name: str, remedy: str, where: str = "") -> Any:
@@ -582,238 +551,17 @@ def _require(values: dict[str, Any], name: str, remedy: str, where: str = "") ->
     return value
 
 
-def _invalid(param: str, value: Any, expected: str) -> RequestError:
+def invalid(param: str, value: Any, expected: str) -> RequestError:
+    """The error of a parameter with a value that cannot be."""
     return RequestError(
-        "invalid_request", f"Invalid '{param}': found {_shown(value)}, expected {expected}.", param=param
+        "invalid_request", f"Invalid '{param}': found {shown(value)}, expected {expected}.", param=param
     )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A JSON value for a message, cut where it is long."""
     text = orjson.dumps(value).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# -------- building --------
-
-
-def prepare(
-    rows: Iterable[Row | LineError],
-    tokenizer: Tokenizer,
-    *,
-    served_model_name: str,
-    max_model_len: int,
-    any_model: bool = False,
-    endpoint: str | None = None,
-    limit: int | None = None,
-    done: Set[str] = frozenset(),
-    seed: int = 0,
-) -> Prepared:
-    """Check, render and encode the lines of a job.
-
-    Only the first `limit` lines count. A line must name `served_model_name` or no model, unless `any_model`;
-    its url must be `endpoint`, unless None. Lines whose custom_id is in `done` have their result and are left
-    out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
-    Lines that bring no seed get one from `seed` and their custom_id.
-    """
-    builder = _TableBuilder(tokenizer, max_model_len, seed)
-    first_lines: dict[str, int] = {}
-    num_lines = num_done = 0
-
-    def admitted() -> Iterator[Row]:
-        nonlocal num_lines, num_done
-        for row in islice(rows, limit):
-            num_lines += 1
-            first_line = (
-                first_lines.setdefault(row.custom_id, row.line) if row.custom_id is not None else row.line
-            )
-            if isinstance(row, LineError):
-                builder.errors.append(row)
-                continue
-            try:
-                if first_line != row.line:
-                    raise RequestError(
-                        "duplicate_custom_id",
-                        f"The custom_id {_shown(row.custom_id)} of line {row.line} is already that of line "
-                        f"{first_line}. Give every line its own.",
-                        param="custom_id",
-                    )
-                if row.custom_id in done:
-                    num_done += 1
-                    continue
-                if endpoint is not None and row.url != endpoint:
-                    raise RequestError(
-                        "url_mismatch",
-                        f"The url {row.url} is not the batch's endpoint, {endpoint}. Use one url for all.",
-                        param="url",
-                    )
-                if not any_model and row.model is not None and row.model != served_model_name:
-                    raise RequestError(
-                        "model_not_found",
-                        f"The model {_shown(row.model)} does not exist; this job serves "
-                        f"{_shown(served_model_name)}. Change 'model' in the line, serve the model by that "
-                        "name (--served-model-name), or pass --any-model.",
-                        param="model",
-                        status_code=404,
-                    )
-                yield row
-            except RequestError as error:
-                builder.errors.append(LineError.of(error, row.line, row.custom_id))
-
-    remaining = admitted()
-    while chunk := list(islice(remaining, _ENCODE_CHUNK)):
-        builder.add(chunk)
-    return builder.build(num_lines, num_done)
-
-
-def _sampling_seed(job_seed: int, row: Row, sample: int) -> int:
-    """64-bit seed of one completion of a row; the samples of a row differ, and nothing else has a say in it."""
-    if row.params.seed is not None:
-        return (row.params.seed + sample) % 2**64
-    identity = f"{job_seed}:{sample}:{row.custom_id}".encode()
-    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
-
-
-class _TableBuilder:
-    """Grows the columns of a `RequestTable` without a Python object per request."""
-
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, seed: int) -> None:
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._max_model_len = max_model_len
-        self.errors: list[LineError] = []
-        self._rows: list[PreparedRow] = []
-        # per row
-        self._data = array("I")
-        self._starts = array("q")
-        self._lengths = array("i")
-        self._max_tokens = array("i")
-        self._declared_tokens = array("i")
-        # per request
-        self._row_index = array("i")
-        self._sample_index = array("i")
-        self._params_index = array("i")
-        self._seeds = array("Q")
-        self._params: dict[SamplingParams, int] = {}
-
-    def add(self, rows: list[Row]) -> None:
-        prompts: list[Sequence[int] | None] = [None] * len(rows)
-        texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
-        for index, row in enumerate(rows):
-            if isinstance(row.prompt, list):
-                prompts[index] = row.prompt
-            else:
-                try:
-                    texts[row.add_special_tokens].append((index, self._render(row)))
-                except RequestError as error:
-                    self.errors.append(LineError.of(error, row.line, row.custom_id))
-        for add_special_tokens, items in texts.items():
-            if items:
-                encoded = self._tokenizer.encode_batch(
-                    [text for _, text in items], add_special_tokens=add_special_tokens
-                )
-                for (index, _), token_ids in zip(items, encoded, strict=True):
-                    prompts[index] = token_ids
-        for row, prompt in zip(rows, prompts, strict=True):
-            if prompt is not None:
-                try:
-                    self._append(row, prompt)
-                except RequestError as error:
-                    self.errors.append(LineError.of(error, row.line, row.custom_id))
-
-    def _render(self, row: Row) -> str:
-        if row.chat is None:
-            assert isinstance(row.prompt, str)
-            return row.prompt
-        return self._tokenizer.render_chat(
-            row.chat,
-            add_generation_prompt=row.add_generation_prompt,
-            chat_template_kwargs=row.chat_template_kwargs,
-        )
-
-    def _append(self, row: Row, prompt: Sequence[int]) -> None:
-        max_tokens = self._checked_max_tokens(row, prompt)
-        params = row.params
-        ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
-        declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
-
-        row_index = len(self._rows)
-        self._rows.append(PreparedRow(row.line, row.custom_id, row.url, row.n))
-        self._starts.append(len(self._data))
-        self._data.extend(prompt)
-        self._lengths.append(len(prompt))
-        self._max_tokens.append(max_tokens)
-        self._declared_tokens.append(declared_tokens)
-        params_index = self._params.setdefault(replace(params, seed=None), len(self._params))
-        for sample in range(row.n):
-            self._row_index.append(row_index)
-            self._sample_index.append(sample)
-            self._params_index.append(params_index)
-            self._seeds.append(_sampling_seed(self._seed, row, sample))
-
-    def _checked_max_tokens(self, row: Row, prompt: Sequence[int]) -> int:
-        """Most tokens that the row may generate.
-
-        Raises:
-            RequestError: the prompt or the output does not fit the model.
-        """
-        vocab_size = self._tokenizer.vocab_size
-        name = "prompt" if row.chat is None else "messages"
-        if not len(prompt):
-            raise RequestError("invalid_request", f"'{name}' has no tokens. Give at least one.", param=name)
-        for param, token_ids in (("prompt", prompt), ("stop_token_ids", row.params.stop_token_ids)):
-            if token_ids and max(token_ids) >= vocab_size:
-                raise _invalid(
-                    param, max(token_ids), f"token ids below {vocab_size}, the size of the vocabulary"
-                )
-        context = f"This model's maximum context length is {self._max_model_len} tokens. However, "
-        room = self._max_model_len - len(prompt)
-        if room < 1:
-            raise RequestError(
-                "context_length_exceeded",
-                f"{context}your {name} resulted in {len(prompt)} tokens and the completion needs at least 1. "
-                f"Please reduce the length of the {name}.",
-                param=name,
-            )
-        if row.max_tokens is None:
-            max_tokens = room if row.chat is not None else min(DEFAULT_COMPLETIONS_MAX_TOKENS, room)
-        elif row.max_tokens > room:
-            raise RequestError(
-                "context_length_exceeded",
-                f"{context}you requested {len(prompt) + row.max_tokens} tokens ({len(prompt)} in the {name}, "
-                f"{row.max_tokens} in the completion). Please reduce the length of the {name} or completion.",
-                param=name,
-            )
-        else:
-            max_tokens = row.max_tokens
-        if row.params.min_tokens > max_tokens:
-            raise _invalid(
-                "min_tokens", row.params.min_tokens, f"at most {max_tokens}, the limit of the completion"
-            )
-        return max_tokens
-
-    def build(self, num_lines: int, num_done: int) -> Prepared:
-        row_index = np.asarray(self._row_index, dtype=np.int32)
-        prompts = PromptTokens(
-            np.asarray(self._data, dtype=np.uint32), np.asarray(self._starts), np.asarray(self._lengths)
-        )
-        requests = RequestTable(
-            tokens=prompts.take(row_index),
-            max_tokens=np.asarray(self._max_tokens, dtype=np.int32)[row_index],
-            declared_tokens=np.asarray(self._declared_tokens, dtype=np.int32)[row_index],
-            params=list(self._params),
-            params_index=np.asarray(self._params_index, dtype=np.int32),
-            seeds=np.asarray(self._seeds, dtype=np.uint64),
-        )
-        return Prepared(
-            requests=requests,
-            rows=self._rows,
-            row_index=row_index,
-            sample_index=np.asarray(self._sample_index, dtype=np.int32),
-            errors=sorted(self.errors, key=lambda error: error.line),
-            num_lines=num_lines,
-            num_done=num_done,
-        )
 
 
 # -------- writing --------

@@ -9,7 +9,8 @@ from pathlib import Path
 from blendserve.cost_model import CostModel
 from blendserve.engines import EngineConfig, open_engine
 from blendserve.jobs.job import Job
-from blendserve.jobs.openai_format import Prepared, prepare, read_rows
+from blendserve.jobs.openai_format import read_rows
+from blendserve.jobs.prepare import Prepared, prepare
 from blendserve.jobs.store import ResultStore
 from blendserve.models import ModelFiles, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan

@@ -3,7 +3,8 @@ import pytest
 
 from blendserve.errors import EngineError
 from blendserve.jobs.job import Job
-from blendserve.jobs.openai_format import COMPLETIONS_URL, parse_line, prepare
+from blendserve.jobs.openai_format import COMPLETIONS_URL, parse_line
+from blendserve.jobs.prepare import prepare
 from blendserve.jobs.store import ResultStore, default_errors_path
 from blendserve.request import Completion, Failure, StepOutput, StepStats
 

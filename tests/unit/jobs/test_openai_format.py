@@ -17,10 +17,10 @@ from blendserve.jobs.openai_format import (
     failure_line,
     parse_line,
     parse_lines,
-    prepare,
     read_rows,
     success_line,
 )
+from blendserve.jobs.prepare import prepare
 from blendserve.request import Completion, SamplingParams, TokenLogprob
 
 
@@ -522,7 +522,7 @@ def test_limit_and_an_empty_job():
 
 
 def test_chunks_keep_the_order_of_lines(monkeypatch):
-    monkeypatch.setattr("blendserve.jobs.openai_format._ENCODE_CHUNK", 3)
+    monkeypatch.setattr("blendserve.jobs.prepare._ENCODE_CHUNK", 3)
     urls = [CHAT_URL, COMPLETIONS_URL]
     prepared = prepare_rows(*[row_of(url=urls[i % 2], custom_id=str(i)) for i in range(10)])
     assert [row.custom_id for row in prepared.rows] == [str(i) for i in range(10)]

@@ -1,0 +1,5 @@
+"""`python -m blendserve.cli`."""
+
+from blendserve.cli import main
+
+main()

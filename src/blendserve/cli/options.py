@@ -1,0 +1,234 @@
+"""Options that several commands have, and the configuration they make."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from blendserve.engines import AttentionBackend, Dtype, EngineConfig, EngineName
+from blendserve.errors import ConfigError
+from blendserve.models import BUNDLED_MODEL
+from blendserve.planner.plan import PlanConfig
+from blendserve.planner.tree_order import OrderConfig
+from blendserve.scheduling.policies import PolicyName
+
+PLAN_DEFAULTS = PlanConfig()
+ENGINE_DEFAULTS = EngineConfig()
+
+
+MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Planning"
+
+InputPath = Annotated[
+    str,
+    typer.Argument(metavar="IN.jsonl", help="Batch file in OpenAI's format, [b]-[/b] for standard input."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Hugging Face folder, .gguf file or hub id. Without it: {BUNDLED_MODEL}, which comes along.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(help="Name of the model in 'body.model' and in the results.", rich_help_panel=MODEL_PANEL),
+]
+AnyModel = Annotated[
+    bool, typer.Option("--any-model", help="Run lines whatever model they name.", rich_help_panel=MODEL_PANEL)
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Only the first so many lines.", rich_help_panel=MODEL_PANEL)
+]
+OutputTokensField = Annotated[
+    str | None,
+    typer.Option(
+        help="Name of a body field that tells how long the output will be.", rich_help_panel=MODEL_PANEL
+    ),
+]
+Engine = Annotated[
+    EngineName,
+    typer.Option(
+        help="native runs the model here; simulated runs the schedule on a modelled device.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="Profile of step costs, a shipped name or a .json file. Default: the engine's.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype",
+        help="Weights and KV cache; auto: bfloat16 where the CPU has it, else float32.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most tokens of a request, prompt and output. Default: the model's context.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+BlockSize = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per KV block.", rich_help_panel=ENGINE_PANEL)
+]
+KvCacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for the KV cache, e.g. 2GiB. Default: a share of what is free.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(min=1, help="Most requests running at a time.", rich_help_panel=ENGINE_PANEL)
+]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens in a step.", rich_help_panel=ENGINE_PANEL)
+]
+FreeUnusedPrefixes = Annotated[
+    bool,
+    typer.Option(
+        help="Free a prefix once no waiting request can use it, instead of leaving it to LRU eviction.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+Attention = Annotated[
+    AttentionBackend,
+    typer.Option(
+        "--attention-backend",
+        help="c: compiled on first use with the system's compiler; auto: c where that works.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+NumThreads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads. Default: all cores.", rich_help_panel=ENGINE_PANEL)
+]
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        help="Order of admission: blend mixes compute- and memory-intensive requests, dual-scan as the paper does; "
+        "the others are baselines.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+SampleRatio = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Share of the requests that make up the sample to learn output lengths from. dual-scan runs it first, "
+        "and so does blend where it mixes.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+MinSamples = Annotated[
+    int,
+    typer.Option(
+        "--min-samples-per-subtree",
+        min=0,
+        help="At least so many of them per large subtree.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+SplitBudget = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Share of the saved prompt tokens that may be given up to sort outliers.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+SplitGap = Annotated[
+    float,
+    typer.Option(
+        min=1.0,
+        help="Factor by which an outlier's density must be out of order.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+MergeGap = Annotated[
+    float,
+    typer.Option(
+        min=1.0,
+        help="Neighbouring subtrees whose densities differ less are one unit.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Of sampling, of the random policy, and of requests that bring no seed.",
+        rich_help_panel=PLANNER_PANEL,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output at the end.")]
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """From the locals of a command, which are its options."""
+    memory = options["kv_cache_memory"]
+    return EngineConfig(
+        engine=options["engine"],
+        hardware=options["hardware"],
+        dtype=options["dtype"],
+        max_model_len=options["max_model_len"],
+        block_size=options["block_size"],
+        kv_cache_memory=None if memory is None else parse_bytes(memory),
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
+        free_unused_prefixes=options["free_unused_prefixes"],
+        attention_backend=options.get("attention_backend", ENGINE_DEFAULTS.attention_backend),
+        num_threads=options.get("num_threads"),
+    )
+
+
+def plan_config(options: dict[str, Any]) -> PlanConfig:
+    """From the locals of a command, which are its options."""
+    return PlanConfig(
+        order=OrderConfig(
+            split_budget=options["split_budget"],
+            split_gap=options["split_gap"],
+            merge_gap=options["merge_gap"],
+        ),
+        sample_ratio=options["sample_ratio"],
+        min_samples_per_subtree=options["min_samples_per_subtree"],
+        seed=options["seed"],
+    )
+
+
+def chosen(flag: str, text: str, allowed: tuple[Any, ...]) -> list[Any]:
+    """The values of a comma-separated option."""
+    values = [value.strip() for value in text.split(",") if value.strip()]
+    unknown = [value for value in values if value not in allowed]
+    if unknown or not values:
+        raise ConfigError(f"{flag}: no {', '.join(unknown) or 'value'}; choose of {', '.join(allowed)}")
+    return values
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as `512MiB`, `2GB` or `4g` (binary, as `g` is in docker and vLLM's `1k` is 1024).
+
+    Raises:
+        ConfigError: not a size.
+    """
+    units = {"": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units |= {letter: 1024**power, letter + "ib": 1024**power, letter + "b": 1000**power}
+    digits = text.strip().lower()
+    number = digits.rstrip("kmgtib ")
+    try:
+        size = int(float(number) * units[digits[len(number) :].strip()])
+    except (ValueError, KeyError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"{text!r} is no size of memory; write e.g. 512MiB or 2GiB")
+    return size

@@ -1,0 +1,262 @@
+"""From rows to a table that can be planned and run: duplicates, models, chat templates, tokens, context limits."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.errors import RequestError
+from blendserve.jobs.openai_format import LineError, PreparedRow, Row, Tokenizer, invalid, shown
+from blendserve.request import RequestTable, SamplingParams
+from blendserve.tokens import PromptTokens
+
+DEFAULT_COMPLETIONS_MAX_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions; chat goes on to the end of the context"""
+_ENCODE_CHUNK = 2048
+"""lines rendered and encoded at a time; bounds how many prompts exist as text"""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A job's input, ready to plan and run.
+
+    Request i is completion `sample_index[i]` of `rows[row_index[i]]`.
+    """
+
+    requests: RequestTable
+    rows: list[PreparedRow]
+    row_index: NDArray[np.int32]
+    """[num_requests]"""
+    sample_index: NDArray[np.int32]
+    """[num_requests] 0 .. n-1 within the row"""
+    errors: list[LineError]
+    """lines that cannot run, in line order"""
+    num_lines: int
+    """lines read, blank ones not counted: `len(rows) + len(errors) + num_done`"""
+    num_done: int
+    """lines left out because their result exists"""
+
+
+def prepare(
+    rows: Iterable[Row | LineError],
+    tokenizer: Tokenizer,
+    *,
+    served_model_name: str,
+    max_model_len: int,
+    any_model: bool = False,
+    endpoint: str | None = None,
+    limit: int | None = None,
+    done: Set[str] = frozenset(),
+    seed: int = 0,
+) -> Prepared:
+    """Check, render and encode the lines of a job.
+
+    Only the first `limit` lines count. A line must name `served_model_name` or no model, unless `any_model`;
+    its url must be `endpoint`, unless None. Lines whose custom_id is in `done` have their result and are left
+    out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
+    Lines that bring no seed get one from `seed` and their custom_id.
+    """
+    builder = _TableBuilder(tokenizer, max_model_len, seed)
+    first_lines: dict[str, int] = {}
+    num_lines = num_done = 0
+
+    def admitted() -> Iterator[Row]:
+        nonlocal num_lines, num_done
+        for row in islice(rows, limit):
+            num_lines += 1
+            first_line = (
+                first_lines.setdefault(row.custom_id, row.line) if row.custom_id is not None else row.line
+            )
+            if isinstance(row, LineError):
+                builder.errors.append(row)
+                continue
+            try:
+                if first_line != row.line:
+                    raise RequestError(
+                        "duplicate_custom_id",
+                        f"The custom_id {shown(row.custom_id)} of line {row.line} is already that of line "
+                        f"{first_line}. Give every line its own.",
+                        param="custom_id",
+                    )
+                if row.custom_id in done:
+                    num_done += 1
+                    continue
+                if endpoint is not None and row.url != endpoint:
+                    raise RequestError(
+                        "url_mismatch",
+                        f"The url {row.url} is not the batch's endpoint, {endpoint}. Use one url for all.",
+                        param="url",
+                    )
+                if not any_model and row.model is not None and row.model != served_model_name:
+                    raise RequestError(
+                        "model_not_found",
+                        f"The model {shown(row.model)} does not exist; this job serves "
+                        f"{shown(served_model_name)}. Change 'model' in the line, serve the model by that "
+                        "name (--served-model-name), or pass --any-model.",
+                        param="model",
+                        status_code=404,
+                    )
+                yield row
+            except RequestError as error:
+                builder.errors.append(LineError.of(error, row.line, row.custom_id))
+
+    remaining = admitted()
+    while chunk := list(islice(remaining, _ENCODE_CHUNK)):
+        builder.add(chunk)
+    return builder.build(num_lines, num_done)
+
+
+def _sampling_seed(job_seed: int, row: Row, sample: int) -> int:
+    """64-bit seed of one completion of a row; the samples of a row differ, and nothing else has a say in it."""
+    if row.params.seed is not None:
+        return (row.params.seed + sample) % 2**64
+    identity = f"{job_seed}:{sample}:{row.custom_id}".encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
+
+
+class _TableBuilder:
+    """Grows the columns of a `RequestTable` without a Python object per request."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_model_len = max_model_len
+        self.errors: list[LineError] = []
+        self._rows: list[PreparedRow] = []
+        # per row
+        self._data = array("I")
+        self._starts = array("q")
+        self._lengths = array("i")
+        self._max_tokens = array("i")
+        self._declared_tokens = array("i")
+        # per request
+        self._row_index = array("i")
+        self._sample_index = array("i")
+        self._params_index = array("i")
+        self._seeds = array("Q")
+        self._params: dict[SamplingParams, int] = {}
+
+    def add(self, rows: list[Row]) -> None:
+        prompts: list[Sequence[int] | None] = [None] * len(rows)
+        texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+        for index, row in enumerate(rows):
+            if isinstance(row.prompt, list):
+                prompts[index] = row.prompt
+            else:
+                try:
+                    texts[row.add_special_tokens].append((index, self._render(row)))
+                except RequestError as error:
+                    self.errors.append(LineError.of(error, row.line, row.custom_id))
+        for add_special_tokens, items in texts.items():
+            if items:
+                encoded = self._tokenizer.encode_batch(
+                    [text for _, text in items], add_special_tokens=add_special_tokens
+                )
+                for (index, _), token_ids in zip(items, encoded, strict=True):
+                    prompts[index] = token_ids
+        for row, prompt in zip(rows, prompts, strict=True):
+            if prompt is not None:
+                try:
+                    self._append(row, prompt)
+                except RequestError as error:
+                    self.errors.append(LineError.of(error, row.line, row.custom_id))
+
+    def _render(self, row: Row) -> str:
+        if row.chat is None:
+            assert isinstance(row.prompt, str)
+            return row.prompt
+        return self._tokenizer.render_chat(
+            row.chat,
+            add_generation_prompt=row.add_generation_prompt,
+            chat_template_kwargs=row.chat_template_kwargs,
+        )
+
+    def _append(self, row: Row, prompt: Sequence[int]) -> None:
+        max_tokens = self._checked_max_tokens(row, prompt)
+        params = row.params
+        ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
+        declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
+
+        row_index = len(self._rows)
+        self._rows.append(PreparedRow(row.line, row.custom_id, row.url, row.n))
+        self._starts.append(len(self._data))
+        self._data.extend(prompt)
+        self._lengths.append(len(prompt))
+        self._max_tokens.append(max_tokens)
+        self._declared_tokens.append(declared_tokens)
+        params_index = self._params.setdefault(replace(params, seed=None), len(self._params))
+        for sample in range(row.n):
+            self._row_index.append(row_index)
+            self._sample_index.append(sample)
+            self._params_index.append(params_index)
+            self._seeds.append(_sampling_seed(self._seed, row, sample))
+
+    def _checked_max_tokens(self, row: Row, prompt: Sequence[int]) -> int:
+        """Most tokens that the row may generate.
+
+        Raises:
+            RequestError: the prompt or the output does not fit the model.
+        """
+        vocab_size = self._tokenizer.vocab_size
+        name = "prompt" if row.chat is None else "messages"
+        if not len(prompt):
+            raise RequestError("invalid_request", f"'{name}' has no tokens. Give at least one.", param=name)
+        for param, token_ids in (("prompt", prompt), ("stop_token_ids", row.params.stop_token_ids)):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise invalid(
+                    param, max(token_ids), f"token ids below {vocab_size}, the size of the vocabulary"
+                )
+        context = f"This model's maximum context length is {self._max_model_len} tokens. However, "
+        room = self._max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                "context_length_exceeded",
+                f"{context}your {name} resulted in {len(prompt)} tokens and the completion needs at least 1. "
+                f"Please reduce the length of the {name}.",
+                param=name,
+            )
+        if row.max_tokens is None:
+            max_tokens = room if row.chat is not None else min(DEFAULT_COMPLETIONS_MAX_TOKENS, room)
+        elif row.max_tokens > room:
+            raise RequestError(
+                "context_length_exceeded",
+                f"{context}you requested {len(prompt) + row.max_tokens} tokens ({len(prompt)} in the {name}, "
+                f"{row.max_tokens} in the completion). Please reduce the length of the {name} or completion.",
+                param=name,
+            )
+        else:
+            max_tokens = row.max_tokens
+        if row.params.min_tokens > max_tokens:
+            raise invalid(
+                "min_tokens", row.params.min_tokens, f"at most {max_tokens}, the limit of the completion"
+            )
+        return max_tokens
+
+    def build(self, num_lines: int, num_done: int) -> Prepared:
+        row_index = np.asarray(self._row_index, dtype=np.int32)
+        prompts = PromptTokens(
+            np.asarray(self._data, dtype=np.uint32), np.asarray(self._starts), np.asarray(self._lengths)
+        )
+        requests = RequestTable(
+            tokens=prompts.take(row_index),
+            max_tokens=np.asarray(self._max_tokens, dtype=np.int32)[row_index],
+            declared_tokens=np.asarray(self._declared_tokens, dtype=np.int32)[row_index],
+            params=list(self._params),
+            params_index=np.asarray(self._params_index, dtype=np.int32),
+            seeds=np.asarray(self._seeds, dtype=np.uint64),
+        )
+        return Prepared(
+            requests=requests,
+            rows=self._rows,
+            row_index=row_index,
+            sample_index=np.asarray(self._sample_index, dtype=np.int32),
+            errors=sorted(self.errors, key=lambda error: error.line),
+            num_lines=num_lines,
+            num_done=num_done,
+        )
