@@ -36,7 +36,7 @@ LOOK_AHEAD = 64
 """candidates of LEFT offered for admission at once"""
 PROJECT_EVERY = 16
 """steps between two projections of memory"""
-BALANCE_EVERY = 64
+BALANCE_EVERY = 128
 """steps between two looks at the work that remains"""
 CURVES_EVERY = 256
 """steps between two fits of the length curves"""
@@ -48,6 +48,8 @@ RESERVE_FACTOR = 1.2
 """memory kept for LEFT, over what Little's law gives it on average"""
 RESERVE_DEVIATIONS = 0.5
 """and so many standard deviations of the memory that RIGHT takes, where lengths are not declared"""
+MAX_RESERVE_RATIO = 0.5
+"""memory kept for LEFT at the most, of all"""
 MIN_STEP_TOKENS = 128
 """tokens that a step computes at the least while LEFT has any"""
 YOUNGEST_VICTIM = 256
@@ -406,7 +408,10 @@ class Blend(Policy):
         size = right[2] / max(right[0], 1.0) if num_waiting else 0.0
         deviation = np.sqrt(max(self._capacity - need, 0.0) * size) * num_unknown / max(num_waiting, 1.0)
         need += RESERVE_DEVIATIONS * deviation + step_tokens
-        self._reserve = min(need, 0.9 * self._capacity) if len(self._left) else 0.0
+        need /= (
+            1.0 + need / self._capacity
+        )  # RIGHT reads less by what it gives up, so LEFT is to compute less
+        self._reserve = min(need, MAX_RESERVE_RATIO * self._capacity) if len(self._left) else 0.0
 
     def _uncertainty(self, reads: float) -> float:
         """Relative standard error of the KV reads still to come, from how many lengths each class has shown."""
