@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from blendserve.errors import ModelError, RequestError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
