@@ -233,7 +233,7 @@ class ApproximateTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The four bytes as text."""
-        return self.token_bytes(token_id).decode(errors="replace")
+        return token_id.to_bytes(4, "little").decode(errors="replace")
 
 
 class _ByteStream:

@@ -14,7 +14,7 @@ from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
     from blendserve.planner.prefix_tree import Ints
-    from blendserve.tokenizer import Tokenizer
+    from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
 EngineName = Literal["native", "simulated", "openai"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -164,7 +164,7 @@ class EngineConfig:
 def open_engine(
     config: EngineConfig,
     files: ModelFiles,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | ApproximateTokenizer,
     cost_model: CostModel,
     *,
     output_tokens: Ints | None = None,
@@ -174,7 +174,7 @@ def open_engine(
     Args:
         config: which engine, and how.
         files: the model.
-        tokenizer: of the model; engines that forward requests need none.
+        tokenizer: of the model.
         cost_model: `config.cost_model(files)`.
         output_tokens: [num_requests] lengths that the simulated engine generates; others ignore it.
 
@@ -206,8 +206,10 @@ def open_engine(
         executor = SimulatedExecutor(cost_model, output_tokens=output_tokens)
     else:
         from blendserve.engines.native import open_executor
+        from blendserve.tokenizer import Tokenizer
 
         assert files.folder is not None
+        assert isinstance(tokenizer, Tokenizer)
         executor = open_executor(config, files.folder, tokenizer, cost_model, max_model_len)
     hardware = cost_model.hardware
     scheduler = SchedulerConfig(

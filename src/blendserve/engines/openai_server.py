@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's API as an engine: requests go out as they were written, answers come back as they are.
+"""Any server that speaks OpenAI's API as an engine: requests go out as written, answers come back as they are.
 
 The policy decides through a `Window` which requests the server has. Answers are not streamed, because that would
 change the requests; the window estimates what it cannot see. One event loop, stepped by `run`: no thread, and no
@@ -8,7 +8,7 @@ connection that nobody waits for.
 | --- | --- |
 | 2xx that is no completion, half a body, 408, 409, 425, 5xx, time-out, reset | sent again after a backoff, bounded |
 | 429 | the same with more patience, for it says nothing about the request |
-| no connection, or 502, 503, 504, time-out, reset and a server that fails a probe too | all wait until it answers again |
+| no connection, or 502, 503, 504, time-out, reset, and a probe fails too | all wait until the server is back |
 | other 4xx | the request has failed, with the server's own status and message |
 | 401, 403, no quota left, a redirect, a server that stays away | the job stops: nothing else would succeed |
 """
@@ -16,6 +16,7 @@ connection that nobody waits for.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -165,12 +166,15 @@ class OpenAIServer:
                         task = self._loop.create_task(self._answer(requests.raw[request]))
                         tasks[task] = request
                         task_of[request] = task
-                answers = []
+                answers: list[tuple[int, Result]] = []
+                stopped: BaseException | None = None
                 for task in self._loop.run_until_complete(_first_of(tasks)):
                     request = tasks.pop(task)
                     if task_of.get(request) is task:  # else it was withdrawn
                         del task_of[request]
-                        answers.append((request, task.result()))
+                        if (error := task.exception()) is None:
+                            answers.append((request, task.result()))
+                        stopped = stopped or error
                 lengths = [(request, _output_tokens(result)) for request, result in answers]
                 expected = window.finish(lengths, time.perf_counter() - started_s)
                 for (_, result), output_tokens_est in zip(answers, expected, strict=True):
@@ -180,6 +184,8 @@ class OpenAIServer:
                 stats = self._stats(window, [result for _, result in answers], now_s - before_s)
                 before_s = now_s
                 yield StepOutput(stats, answers)
+                if stopped is not None:
+                    raise stopped
         finally:
             self._cancel(tasks)
 
@@ -360,7 +366,8 @@ class OpenAIServer:
             pending.append(self._outage)
         for task in pending:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        if pending:
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._outage, self._is_away = None, False
 
     def _stats(self, window: Window, results: list[Result], duration_s: float) -> StepStats:
@@ -470,7 +477,8 @@ def _retry_after_s(answer: _Answer) -> float | None:
     if text is None:
         return None
     try:
-        return max(float(text), 0.0)
+        seconds = float(text)
+        return seconds if 0.0 <= seconds < math.inf else None
     except ValueError:
         pass
     try:

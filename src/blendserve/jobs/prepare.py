@@ -19,7 +19,7 @@ from blendserve.tokens import PromptTokens
 
 DEFAULT_COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat goes on to the end of the context"""
-_MOST_TOKENS = 1 << 20
+_MOST_TOKENS = 1 << 17
 """of a forwarded row, as far as planning goes"""
 _ENCODE_CHUNK = 2048
 """lines rendered and encoded at a time; bounds how many prompts exist as text"""

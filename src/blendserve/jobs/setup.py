@@ -64,8 +64,7 @@ class PlannedJob:
         """Load the engine; the job owns it and the store."""
         engine = None
         if len(self.prepared.requests):
-            tokenizer = self.tokenizer if isinstance(self.tokenizer, Tokenizer) else None
-            engine = open_engine(self.config.engine, self.files, tokenizer, self.cost_model)
+            engine = open_engine(self.config.engine, self.files, self.tokenizer, self.cost_model)
         policy = make_policy(self.config.policy, self.plan, seed=self.config.seed)
         return Job(self.prepared, engine, policy, store, self.tokenizer, model=self.files.name)
 

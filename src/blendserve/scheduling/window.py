@@ -214,7 +214,7 @@ class Window:
             self.policy.finished(
                 finished, np.clip(np.array(lengths), 1, self._max_tokens[finished]).astype(np.int32)
             )
-        return self._first_expected[requests].tolist()
+        return [int(self._first_expected[request]) for request in requests]
 
     # -- inside --------------------------------------------------------------------------------------------------
 
