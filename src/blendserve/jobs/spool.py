@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from array import array
 from collections.abc import Sequence
 from typing import overload
@@ -24,6 +25,7 @@ class RequestSpool(Sequence[RawRequest]):
             self._file = tempfile.TemporaryFile(prefix="blendserve-", buffering=1 << 20)  # noqa: SIM115
         except OSError as error:
             raise self._failure(error) from error
+        weakref.finalize(self, self._file.close)
         self._urls: list[str] = []
         self._url_index = array("B")
         self._ends = array("q", [0])

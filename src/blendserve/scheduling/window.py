@@ -165,7 +165,11 @@ class Window:
         """Take a request back from the engine, with what it has generated."""
         self._remove(request)
         self._state[request] = WAITING
-        self._withdrawn.append(request)
+        if request in self._admitted:  # it was not sent yet
+            self._admitted.remove(request)
+        else:
+            self._withdrawn.append(request)
+        self._count_memory()
 
     # -- the engine's side ---------------------------------------------------------------------------------------
 
@@ -210,6 +214,7 @@ class Window:
             self._state[request] = FINISHED
         self.num_finished += len(requests)
         if requests:
+            self._count_memory()
             finished = np.array(requests, dtype=np.int32)
             self.policy.finished(
                 finished, np.clip(np.array(lengths), 1, self._max_tokens[finished]).astype(np.int32)
@@ -273,8 +278,6 @@ class Window:
     def _remove(self, request: int) -> None:
         del self._running[request]
         self._shared -= int(_leave(self._num_users, self._parent, self._segment, self._node[request]))
-        self._held_tokens -= int(self._own[request])
-        self._expected_tokens -= int(self._own[request]) + self._expected[request]
 
     def _learn_pace(self, request: int, output_tokens: int) -> None:
         """From an answer of so many tokens: how long engine steps are, and which prompts are computed."""
