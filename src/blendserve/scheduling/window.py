@@ -152,7 +152,8 @@ class Window:
         if self._withdrawn:
             return 0
         limit = max_tokens if max_tokens < self.max_num_batched_tokens else 1 << 62
-        for index, request in enumerate(requests.tolist()):
+        for index in range(len(requests)):
+            request = int(requests[index])
             if self.num_running + self.prefill_backlog >= limit:
                 return index
             if self._state[request] == WAITING and not self._admit(

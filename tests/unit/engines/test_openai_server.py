@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import orjson
 import pytest
 
 from blendserve.cost_model import CostModel, HardwareSpec
-from blendserve.engines.openai_server import OpenAIServer
+from blendserve.engines.openai_server import OpenAIServer, _Answer, _failure, _retry_after_s
 from blendserve.engines.retry import Backoff
 from blendserve.errors import ConfigError, EngineError
 from blendserve.planner.plan import make_plan
@@ -140,6 +142,47 @@ def test_retry_after_is_waited_for(open_server: OpenServer) -> None:
         results = run(engine, a_job(["busy"]))
     assert isinstance(results[0], Completion)
     assert time.monotonic() - started_s >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("header", "low", "high"),
+    [
+        ("7", 7, 7),
+        ("0.5", 0.5, 0.5),
+        (format_datetime(datetime.now(UTC) + timedelta(hours=1)), 1800, 3600),
+        (format_datetime(datetime.now(UTC) - timedelta(hours=1)), 0, 0),
+    ],
+)
+def test_retry_after_is_a_number_of_seconds_or_a_date(header: str, low: float, high: float) -> None:
+    seconds = _retry_after_s(_Answer(429, {"retry-after": header}, b""))
+    assert seconds is not None
+    assert low <= seconds <= high
+
+
+@pytest.mark.parametrize("header", ["nan", "inf", "-1", "soon", ""])
+def test_a_retry_after_that_makes_no_sense_is_ignored(header: str) -> None:
+    assert _retry_after_s(_Answer(429, {"retry-after": header}, b"")) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        (b'{"error": {"message": "m", "type": "t", "code": null}}', "t", "m"),
+        (
+            b'{"object": "error", "message": "m", "type": "BadRequestError", "code": 400}',
+            "BadRequestError",
+            "m",
+        ),
+        (b'{"error": "m"}', "http_400", "m"),
+        (b'{"detail": "m"}', "http_400", "m"),
+        (b"[1]", "http_400", "The server answered with status 400: [1]"),
+        (b"<html>\xff", "http_400", "The server answered with status 400: <html>\ufffd"),
+        (b"", "http_400", "The server answered with status 400"),
+    ],
+)
+def test_errors_of_every_shape_are_read(content: bytes, code: str, message: str) -> None:
+    failure = _failure(_Answer(400, {}, content))
+    assert (failure.code, failure.message, failure.status_code) == (code, message, 400)
 
 
 def test_a_rate_limit_is_met_with_patience(open_server: OpenServer) -> None:
