@@ -182,6 +182,7 @@ def test_ctrl_c_keeps_what_is_there_and_a_rerun_does_the_rest(start: Start, tmp_
         common = ("run", source, "-o", output, "--engine", "openai", "--base-url", server.base_url)
         process = start(*common)
         wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") == 10)
+        wait_for(lambda: len(server.requests) == 20)
         process.send_signal(signal.SIGINT)
         code, shown = finish(process)
         assert code == 130, shown

@@ -113,6 +113,7 @@ class OpenAIServer:
         self._max_outage_s = max_outage_s
         self._outage: asyncio.Task[bool] | None = None
         self._is_away = False
+        self._is_admitting = True
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if api_key_env is not None:
             headers["Authorization"] = f"Bearer {_api_key(api_key_env)}"
@@ -153,12 +154,13 @@ class OpenAIServer:
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             step_s=self.cost_model.step_cost(hardware.max_num_batched_tokens, 0).step_s,
         )
+        self._is_admitting = True
         tasks: dict[asyncio.Task[Result], int] = {}
         task_of: dict[int, asyncio.Task[Result]] = {}
         started_s = before_s = time.perf_counter()
         try:
-            while window.num_unfinished:
-                if not self._is_away:
+            while window.num_unfinished and (self._is_admitting or tasks):
+                if self._is_admitting and not self._is_away:
                     admitted, withdrawn = window.fill(time.perf_counter() - started_s)
                     for request in withdrawn:
                         task_of.pop(request).cancel()
@@ -188,6 +190,10 @@ class OpenAIServer:
                     raise stopped
         finally:
             self._cancel(tasks)
+
+    def stop_admitting(self) -> None:
+        """Let `run` end as soon as what the server has now is answered; the other requests get no result."""
+        self._is_admitting = False
 
     def close(self) -> None:
         """Close the connections."""

@@ -278,9 +278,22 @@ def test_an_engine_runs_on_after_a_run_that_was_stopped(open_server: OpenServer)
         engine = open_server(server.base_url)
         requests = a_job(["a", "stuck", "b", "c"])
         steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
-        next(steps)
+        while "stuck" not in server.attempts:
+            next(steps)
         steps.close()  # type: ignore[attr-defined]
         assert len(run(engine, requests)) == 4
+
+
+def test_after_a_stop_of_admission_only_what_was_sent_is_answered(open_server: OpenServer) -> None:
+    with running(FakeOpenAI(latency_s=0.05)) as server:
+        engine = open_server(server.base_url)
+        requests = a_job([f"{index}" for index in range(20)])
+        steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
+        results = next(steps).results
+        engine.stop_admitting()
+        results += [result for step in steps for result in step.results]
+        assert len(results) == len(server.requests) == 4
+        assert len(run(engine, requests)) == 20
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
