@@ -23,6 +23,17 @@ BUNDLED_MODEL = "smollm2-135m-instruct"
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """What the native engine runs; external engines have their own lists."""
 
+_TYPICAL_CONFIG = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+"""Of a model of 8 billion parameters, for a server that does not say what it runs."""
+
 # Part of the cache key: raise it when the conversion changes, so that results of an older one are not used.
 _CONVERSION_VERSION = 1
 
@@ -107,8 +118,8 @@ class ModelFiles:
 
     name: str
     """the name results and logs show"""
-    folder: Path
-    """config.json, *.safetensors and tokenizer files, as transformers, vLLM and SGLang read them"""
+    folder: Path | None
+    """config.json, *.safetensors and tokenizer files, as transformers, vLLM and SGLang read them; None: not here"""
     config: dict[str, Any]
     """contents of config.json"""
 
@@ -165,6 +176,20 @@ def resolve_model(
             "or pass a .gguf file by its own path"
         )
     return ModelFiles(served_model_name or model, folder, config)
+
+
+def remote_model(model: str | None = None, *, served_model_name: str | None = None) -> ModelFiles:
+    """The model behind a server. Nothing is fetched: its sizes and its tokenizer are known if `model` is a folder.
+
+    Otherwise `model` is the server's name for it, and the sizes are typical ones.
+
+    Raises:
+        ModelError: the folder has no config.json that can be read.
+    """
+    folder = Path(model).expanduser() if model is not None else None
+    if folder is not None and folder.is_dir():
+        return ModelFiles(served_model_name or str(model), folder, _read_config(folder))
+    return ModelFiles(served_model_name or model or "server", None, dict(_TYPICAL_CONFIG))
 
 
 def check_supported(config: Mapping[str, Any]) -> None:

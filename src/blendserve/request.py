@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,15 @@ class SamplingParams:
     logprobs: int | None = None
 
 
+class RawRequest(NamedTuple):
+    """A request as the user wrote it."""
+
+    url: str
+    """path, such as /v1/chat/completions"""
+    body: bytes
+    """a JSON object"""
+
+
 @dataclass(slots=True)
 class RequestTable:
     """The requests of a job as columns; row i of each column belongs to request i.
@@ -57,6 +66,9 @@ class RequestTable:
     seeds: NDArray[np.uint64]
     """[num_requests] seed of each request's sampling: its own, else derived from the job's seed and its identity, so
     that neither its place in the file nor what ran before changes what it draws"""
+    raw: Sequence[RawRequest] | None = None
+    """[num_requests] the requests as they were written, for engines that forward them; a request is then a line with
+    all its completions, and the other columns serve planning only"""
 
     def __post_init__(self) -> None:
         num_requests = len(self.tokens)
@@ -104,6 +116,17 @@ class Completion:
     """prompt tokens whose KV came from the prefix cache or from another request of the same step"""
     output_tokens_est: int = 0
     """output tokens that were expected when the request was admitted; 0 where the engine does not tell"""
+    body: dict[str, Any] | None = None
+    """the whole answer as a server gave it, where the request was forwarded; there are no token ids then"""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated; 0 where a server does not tell."""
+        if self.body is None:
+            return len(self.token_ids)
+        usage = self.body.get("usage")
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        return count if isinstance(count, int) and count > 0 else 0
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from blendserve.errors import ModelError, RequestError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -193,6 +195,45 @@ class Tokenizer:
             f"token id {bad} is outside the model's vocabulary; ids go from 0 to {self.vocab_size - 1}",
             param="prompt",
         )
+
+
+class ApproximateTokenizer:
+    """Four bytes of UTF-8 are a token: for planning where the model's own tokenizer is not at hand.
+
+    Texts with a common prefix have it in their tokens, too, which is what planning needs.
+    """
+
+    vocab_size = 1 << 32
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:  # noqa: ARG002
+        """Tokens of each text."""
+        return [self._encode(text.encode()) for text in texts]
+
+    @staticmethod
+    def _encode(text: bytes) -> list[int]:
+        padded = text + b"\0" * (-len(text) % 4)
+        tokens: list[int] = np.frombuffer(padded, dtype="<u4").tolist()
+        return tokens
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,  # noqa: ARG002
+        chat_template_kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
+    ) -> str:
+        """The messages as JSON; the model has a template of its own."""
+        return json.dumps([*(tools or ()), *messages], ensure_ascii=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The four bytes."""
+        return token_id.to_bytes(4, "little")
+
+    def token_text(self, token_id: int) -> str:
+        """The four bytes as text."""
+        return token_id.to_bytes(4, "little").decode(errors="replace")
 
 
 class _ByteStream:

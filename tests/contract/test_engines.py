@@ -1,22 +1,26 @@
 """What every engine promises to the job that drives it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
+from blendserve.engines.openai_server import OpenAIServer
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.errors import ConfigError
 from blendserve.planner.plan import make_plan
-from blendserve.request import Completion, RequestTable, Result
+from blendserve.request import Completion, RawRequest, RequestTable, Result
 from blendserve.scheduling.policies import POLICIES, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
+from tests.fake_openai import FakeOpenAI, running
 from tests.workload import TINY, request_table
 
 COST_MODEL = CostModel(TINY, HardwareSpec.load("cpu-2core-avx2"))
@@ -30,11 +34,27 @@ def checkpoint(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.fixture(params=["simulated", "native-c", "native-torch"])
-def open_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[OpenEngine]:
+@pytest.fixture(params=["simulated", "native-c", "native-torch", "openai"])
+def open_engine(
+    request: pytest.FixtureRequest, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OpenEngine]:
     opened: list[Engine] = []
+    servers = ExitStack()
+    monkeypatch.setenv("NO_PROXY", "*")
 
     def make(num_blocks: int = 64, block_size: int = 8, **limits: int) -> Engine:
+        if request.param == "openai":
+            server = OpenAIServer(
+                servers.enter_context(running(FakeOpenAI())).base_url,
+                COST_MODEL,
+                api_key_env=None,
+                max_concurrency=limits.get("max_num_seqs", 8),
+                request_timeout_s=60.0,
+                kv_capacity_tokens=num_blocks * block_size,
+                max_model_len=TINY.max_model_len,
+            )
+            opened.append(server)
+            return server
         if request.param == "simulated":
             executor: Any = SimulatedExecutor(COST_MODEL)
             executor.block_size, executor.num_blocks = block_size, num_blocks
@@ -56,6 +76,14 @@ def open_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Op
     yield make
     for engine in opened:
         engine.close()
+    servers.close()
+
+
+@pytest.fixture
+def batching(request: pytest.FixtureRequest) -> None:
+    """For what is promised only where our own scheduler batches."""
+    if "openai" in request.node.callspec.id:
+        pytest.skip("it is the server that shares prefixes and refuses what can never fit")
 
 
 def a_job(num_requests: int = 20) -> RequestTable:
@@ -63,7 +91,12 @@ def a_job(num_requests: int = 20) -> RequestTable:
     rng = np.random.default_rng(0)
     prefixes = [rng.integers(3, 500, size).tolist() for size in (5, 24, 40)]
     prompts = [prefixes[i % 3] + rng.integers(3, 500, 1 + i % 7).tolist() for i in range(num_requests)]
-    return request_table(prompts, max_tokens=[1 + (7 * i) % 30 for i in range(num_requests)])
+    requests = request_table(prompts, max_tokens=[1 + (7 * i) % 30 for i in range(num_requests)])
+    requests.raw = [
+        RawRequest("/v1/completions", orjson.dumps({"prompt": prompt, "max_tokens": int(max_tokens)}))
+        for prompt, max_tokens in zip(prompts, requests.max_tokens, strict=True)
+    ]
+    return requests
 
 
 def run(engine: Engine, requests: RequestTable, policy: str = "dual-scan") -> dict[int, Result]:
@@ -83,7 +116,7 @@ def test_every_request_has_one_result(open_engine: OpenEngine, policy: str) -> N
     assert sorted(results) == list(range(len(requests)))
     for request, result in results.items():
         assert isinstance(result, Completion)
-        assert 1 <= len(result.token_ids) <= requests.max_tokens[request]
+        assert 1 <= result.num_output_tokens <= requests.max_tokens[request]
         assert result.finish_reason == "length"
         assert result.num_prompt_tokens == requests.prompt_tokens[request]
         assert 0 <= result.num_cached_tokens < result.num_prompt_tokens
@@ -94,7 +127,7 @@ def test_step_facts_add_up(open_engine: OpenEngine) -> None:
     engine = open_engine()
     steps = list(engine.run(requests, make_policy("dfs", make_plan(requests, engine.cost_model))))
     outputs = [result for step in steps for _, result in step.results if isinstance(result, Completion)]
-    generated = sum(len(output.token_ids) for output in outputs)
+    generated = sum(output.num_output_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     prefilled = sum(step.stats.num_prefill_tokens for step in steps)
     decoded = sum(step.stats.num_decode_tokens for step in steps)
@@ -105,6 +138,7 @@ def test_step_facts_add_up(open_engine: OpenEngine) -> None:
     assert steps[-1].stats.num_running == steps[-1].stats.num_waiting == 0
 
 
+@pytest.mark.usefixtures("batching")
 def test_shared_prefixes_are_computed_once(open_engine: OpenEngine) -> None:
     requests = a_job()
     results = run(open_engine(num_blocks=400, max_num_batched_tokens=400, max_num_seqs=20), requests, "dfs")
@@ -130,7 +164,7 @@ def test_outputs_do_not_depend_on_pool_chunk_or_policy(open_engine: OpenEngine) 
         other = tight[request]
         assert isinstance(result, Completion)
         assert isinstance(other, Completion)
-        assert result.token_ids == other.token_ids
+        assert (result.token_ids, result.body) == (other.token_ids, other.body)
 
 
 def test_an_engine_runs_several_jobs(open_engine: OpenEngine) -> None:
@@ -148,6 +182,7 @@ def test_stopping_to_iterate_stops_the_engine(open_engine: OpenEngine) -> None:
     assert len(run(engine, requests)) == len(requests)
 
 
+@pytest.mark.usefixtures("batching")
 def test_a_request_that_can_never_fit_is_refused_before_anything_runs(open_engine: OpenEngine) -> None:
     requests = request_table([[5] * 100], max_tokens=100)
     with pytest.raises(ConfigError, match="KV"):

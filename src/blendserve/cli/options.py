@@ -6,7 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from blendserve.engines import AttentionBackend, Dtype, EngineConfig, EngineName
+from blendserve.engines import (
+    DEFAULT_MAX_CONCURRENCY,
+    DEFAULT_REQUEST_TIMEOUT_S,
+    AttentionBackend,
+    Dtype,
+    EngineConfig,
+    EngineName,
+)
 from blendserve.errors import ConfigError
 from blendserve.models import BUNDLED_MODEL
 from blendserve.planner.plan import PlanConfig
@@ -18,6 +25,7 @@ ENGINE_DEFAULTS = EngineConfig()
 
 
 MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Planning"
+SERVER_PANEL = "Server (--engine openai)"
 
 InputPath = Annotated[
     str,
@@ -26,7 +34,8 @@ InputPath = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help=f"Hugging Face folder, .gguf file or hub id. Without it: {BUNDLED_MODEL}, which comes along.",
+        help=f"Hugging Face folder, .gguf file or hub id. Without it: {BUNDLED_MODEL}, which comes along. "
+        "With a server: a folder to count tokens with, or the server's name for the model.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
@@ -49,7 +58,8 @@ OutputTokensField = Annotated[
 Engine = Annotated[
     EngineName,
     typer.Option(
-        help="native runs the model here; simulated runs the schedule on a modelled device.",
+        help="native runs the model here; openai sends the lines to a server (--base-url); "
+        "simulated runs the schedule on a modelled device.",
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
@@ -110,6 +120,49 @@ Attention = Annotated[
 ]
 NumThreads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads. Default: all cores.", rich_help_panel=ENGINE_PANEL)
+]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Of a server that speaks OpenAI's API, e.g. http://localhost:8000/v1.",
+        rich_help_panel=SERVER_PANEL,
+    ),
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Environment variable with the server's key, e.g. OPENAI_API_KEY. Without it no key is sent.",
+        rich_help_panel=SERVER_PANEL,
+    ),
+]
+MaxConcurrency = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Most requests at the server at a time. Default: {DEFAULT_MAX_CONCURRENCY}.",
+        rich_help_panel=SERVER_PANEL,
+    ),
+]
+RequestTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="SECONDS",
+        help="Until an answer must be complete, or the request is sent again. "
+        f"Default: {DEFAULT_REQUEST_TIMEOUT_S:.0f}.",
+        rich_help_panel=SERVER_PANEL,
+    ),
+]
+KvCacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of KV cache that the server has; a third more is sent at a time. "
+        "Default: from --hardware and the model.",
+        rich_help_panel=SERVER_PANEL,
+    ),
 ]
 Policy = Annotated[
     PolicyName,
@@ -188,6 +241,11 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         free_unused_prefixes=options["free_unused_prefixes"],
         attention_backend=options.get("attention_backend", ENGINE_DEFAULTS.attention_backend),
         num_threads=options.get("num_threads"),
+        base_url=options.get("base_url"),
+        api_key_env=options.get("api_key_env"),
+        max_concurrency=options.get("max_concurrency"),
+        request_timeout=options.get("request_timeout"),
+        kv_cache_tokens=options.get("kv_cache_tokens"),
     )
 
 

@@ -29,8 +29,10 @@ from blendserve.cli.options import (
     PLAN_DEFAULTS,
     PLANNER_PANEL,
     AnyModel,
+    ApiKeyEnv,
     AsJson,
     Attention,
+    BaseUrl,
     BlockSize,
     DtypeOption,
     Engine,
@@ -38,7 +40,9 @@ from blendserve.cli.options import (
     Hardware,
     InputPath,
     KvCacheMemory,
+    KvCacheTokens,
     Limit,
+    MaxConcurrency,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -48,6 +52,7 @@ from blendserve.cli.options import (
     NumThreads,
     OutputTokensField,
     Policy,
+    RequestTimeout,
     SampleRatio,
     Seed,
     ServedModelName,
@@ -103,6 +108,11 @@ def run_command(
     free_unused_prefixes: FreeUnusedPrefixes = True,
     attention_backend: Attention = ENGINE_DEFAULTS.attention_backend,
     num_threads: NumThreads = None,
+    base_url: BaseUrl = None,
+    api_key_env: ApiKeyEnv = None,
+    max_concurrency: MaxConcurrency = None,
+    request_timeout: RequestTimeout = None,
+    kv_cache_tokens: KvCacheTokens = None,
     policy: Policy = DEFAULT_POLICY,
     plan_file: Annotated[
         Path | None,
@@ -133,6 +143,7 @@ def run_command(
             plan_file=plan_file,
             seed=seed,
         )
+        config.engine.check()
         if config.engine.engine == "simulated":
             _refuse_output(output)
             _simulate(config, as_json)
@@ -156,7 +167,11 @@ def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool
 
     files = find_model(config, console.print)
     with ResultStore(
-        output, errors, model=files.name, input_path=config.source.input, overwrite=overwrite
+        output,
+        errors,
+        model=None if config.engine.forwards else files.name,
+        input_path=config.source.input,
+        overwrite=overwrite,
     ) as store:
         job = read_and_plan(config, done=store.done)
         print_refused(job)

@@ -14,12 +14,18 @@ from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
     from blendserve.planner.prefix_tree import Ints
-    from blendserve.tokenizer import Tokenizer
+    from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
-EngineName = Literal["native", "simulated"]
+EngineName = Literal["native", "simulated", "openai"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionBackend = Literal["auto", "c", "torch"]
-DEFAULT_HARDWARE = {"native": "cpu-2core-avx2", "simulated": "a100-80g-paper"}
+DEFAULT_HARDWARE = {
+    "native": "cpu-2core-avx2",
+    "simulated": "a100-80g-paper",
+    "openai": "a100-80g-paper",
+}
+DEFAULT_MAX_CONCURRENCY = 128
+DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 
 class Engine(Protocol):
@@ -62,6 +68,47 @@ class EngineConfig:
     """free a prefix once no waiting request can use it, instead of leaving it to LRU eviction"""
     attention_backend: AttentionBackend = "auto"
     num_threads: int | None = None
+    base_url: str | None = None
+    """of a server that speaks OpenAI's API, with its /v1"""
+    api_key_env: str | None = None
+    """environment variable that holds the server's key; None: no key is sent"""
+    max_concurrency: int | None = None
+    """most requests at the server at a time"""
+    request_timeout: float | None = None
+    """seconds until an answer must be complete, or the request is sent again"""
+    kv_cache_tokens: int | None = None
+    """tokens of KV cache that the server has"""
+
+    @property
+    def forwards(self) -> bool:
+        """Whether requests go to a server as they are written."""
+        return self.engine == "openai"
+
+    def check(self) -> None:
+        """Refuse options that this engine would ignore, and the lack of those it needs.
+
+        Raises:
+            ConfigError: see above.
+        """
+        if self.forwards:
+            if self.base_url is None:
+                raise ConfigError(
+                    "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
+                )
+            return
+        given = {
+            "--base-url": self.base_url,
+            "--api-key-env": self.api_key_env,
+            "--max-concurrency": self.max_concurrency,
+            "--request-timeout": self.request_timeout,
+            "--kv-cache-tokens": self.kv_cache_tokens,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} is for --engine openai and does nothing with --engine {self.engine}; "
+                    f"leave it out, or add --engine openai"
+                )
 
     def hardware_spec(self) -> HardwareSpec:
         """The profile, with the limits given here in place of its own.
@@ -87,6 +134,8 @@ class EngineConfig:
         """
         if self.max_model_len is None:
             return model.max_model_len
+        if self.forwards:  # the server decides; this is for planning
+            return self.max_model_len
         if not 1 <= self.max_model_len <= model.max_model_len:
             raise ConfigError(
                 f"--max-model-len {self.max_model_len} is outside 1 .. {model.max_model_len}, "
@@ -115,7 +164,7 @@ class EngineConfig:
 def open_engine(
     config: EngineConfig,
     files: ModelFiles,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ApproximateTokenizer,
     cost_model: CostModel,
     *,
     output_tokens: Ints | None = None,
@@ -136,6 +185,20 @@ def open_engine(
     from blendserve.scheduling.scheduler import SchedulerConfig
 
     max_model_len = config.context_limit(cost_model.model)
+    if config.engine == "openai":
+        from blendserve.engines.openai_server import OpenAIServer
+
+        config.check()
+        assert config.base_url is not None
+        return OpenAIServer(
+            config.base_url,
+            cost_model,
+            api_key_env=config.api_key_env,
+            max_concurrency=config.max_concurrency or DEFAULT_MAX_CONCURRENCY,
+            request_timeout_s=config.request_timeout or DEFAULT_REQUEST_TIMEOUT_S,
+            kv_capacity_tokens=config.kv_cache_tokens or cost_model.kv_capacity_tokens,
+            max_model_len=max_model_len,
+        )
     executor: Executor
     if config.engine == "simulated":
         from blendserve.engines.simulated import SimulatedExecutor
@@ -143,7 +206,10 @@ def open_engine(
         executor = SimulatedExecutor(cost_model, output_tokens=output_tokens)
     else:
         from blendserve.engines.native import open_executor
+        from blendserve.tokenizer import Tokenizer
 
+        assert files.folder is not None
+        assert isinstance(tokenizer, Tokenizer)
         executor = open_executor(config, files.folder, tokenizer, cost_model, max_model_len)
     hardware = cost_model.hardware
     scheduler = SchedulerConfig(

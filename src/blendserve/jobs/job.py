@@ -198,9 +198,11 @@ class Job:
             raise EngineError(f"the engine answered request {request} twice; please report this")
         self._is_answered[request] = True
         if isinstance(result, Completion):
-            self.progress.num_prompt_tokens += int(self._prepared.requests.prompt_tokens[request])
+            planned = int(self._prepared.requests.prompt_tokens[request])
+            counted = planned if result.body is None else result.num_prompt_tokens
+            self.progress.num_prompt_tokens += counted
             self.progress.num_cached_tokens += result.num_cached_tokens
-            self.progress.num_output_tokens += len(result.token_ids)
+            self.progress.num_output_tokens += result.num_output_tokens
 
         row_index = int(self._prepared.row_index[request])
         row = self._prepared.rows[row_index]

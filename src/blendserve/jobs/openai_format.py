@@ -11,6 +11,7 @@ refused by name, never dropped: a job of a million lines must not run for hours 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -210,6 +211,8 @@ class Row:
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    body: bytes | None = None
+    """the body to forward; `prompt` is then a likeness for planning, whatever the url"""
 
 
 class PreparedRow(NamedTuple):
@@ -224,41 +227,54 @@ class PreparedRow(NamedTuple):
 # -------- reading --------
 
 
-def read_rows(path: str | Path, *, output_tokens_field: str | None = None) -> Iterator[Row | LineError]:
+def read_rows(
+    path: str | Path, *, output_tokens_field: str | None = None, pass_through: bool = False
+) -> Iterator[Row | LineError]:
     """Every line of a batch file that is not blank, in order; `-` reads standard input.
 
-    `output_tokens_field` names a body parameter that says how many tokens the output is expected to have.
+    `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
+    `pass_through` bodies are kept as they are, for a server to judge.
 
     Raises:
         ConfigError: the file cannot be read.
     """
     try:
         if str(path) == "-":
-            yield from parse_lines(sys.stdin.buffer, output_tokens_field=output_tokens_field)
+            yield from parse_lines(
+                sys.stdin.buffer, output_tokens_field=output_tokens_field, pass_through=pass_through
+            )
         else:
             with open(path, "rb") as file:
-                yield from parse_lines(file, output_tokens_field=output_tokens_field)
+                yield from parse_lines(
+                    file, output_tokens_field=output_tokens_field, pass_through=pass_through
+                )
     except OSError as error:
         raise ConfigError(
             f"cannot read the input {path}: {error.strerror}; give a readable JSONL file"
         ) from error
 
 
-def parse_lines(file: BinaryIO, *, output_tokens_field: str | None = None) -> Iterator[Row | LineError]:
+def parse_lines(
+    file: BinaryIO, *, output_tokens_field: str | None = None, pass_through: bool = False
+) -> Iterator[Row | LineError]:
     """Rows of an open file. Only LF ends a line: JSON strings may hold the other separators of Unicode."""
     for line, raw in enumerate(file, start=1):
         content = raw.removeprefix(_UTF8_BOM) if line == 1 else raw
         if content := content.strip():  # ASCII white space, the CR of a CRLF among it
-            yield parse_line(line, content, output_tokens_field=output_tokens_field)
+            yield parse_line(
+                line, content, output_tokens_field=output_tokens_field, pass_through=pass_through
+            )
 
 
-def parse_line(line: int, raw: bytes, *, output_tokens_field: str | None = None) -> Row | LineError:
+def parse_line(
+    line: int, raw: bytes, *, output_tokens_field: str | None = None, pass_through: bool = False
+) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
     custom_id = None
     try:
         envelope = _parse_json(raw)
         custom_id = _parse_custom_id(envelope)
-        return _parse_row(line, custom_id, envelope, output_tokens_field)
+        return _parse_row(line, custom_id, envelope, output_tokens_field, pass_through)
     except RequestError as error:
         return LineError.of(error, line, custom_id)
 
@@ -287,7 +303,13 @@ def _parse_custom_id(envelope: dict[str, Any]) -> str:
     return custom_id
 
 
-def _parse_row(line: int, custom_id: str, envelope: dict[str, Any], output_tokens_field: str | None) -> Row:
+def _parse_row(
+    line: int,
+    custom_id: str,
+    envelope: dict[str, Any],
+    output_tokens_field: str | None,
+    pass_through: bool,
+) -> Row:
     if unknown := next((name for name in envelope if name not in _ENVELOPE), None):
         raise RequestError(
             "unknown_parameter",
@@ -314,6 +336,8 @@ def _parse_row(line: int, custom_id: str, envelope: dict[str, Any], output_token
             "A batch cannot stream. Remove 'stream' or set it to false.",
             param="stream",
         )
+    if pass_through:
+        return _pass_through_row(line, custom_id, url, values, output_tokens_field)
     chat = url == CHAT_URL
     _check_names(values, url, output_tokens_field)
     if body.present("max_tokens") and body.present("max_completion_tokens"):
@@ -338,6 +362,63 @@ def _parse_row(line: int, custom_id: str, envelope: dict[str, Any], output_token
         add_generation_prompt=body.boolean("add_generation_prompt", True),
         chat_template_kwargs=body.mapping("chat_template_kwargs"),
     )
+
+
+def _pass_through_row(
+    line: int, custom_id: str, url: str, values: dict[str, Any], output_tokens_field: str | None
+) -> Row:
+    """A row whose body a server will judge; what planning needs is read where it is there."""
+
+    def count(*names: str | None) -> int | None:
+        found = (values.get(name) for name in names if name is not None)
+        return next((value for value in found if type(value) is int and 0 < value < 2**31), None)
+
+    if url == CHAT_URL:
+        _require(values, "messages", "Give the conversation as a list of {role, content} objects.")
+    else:
+        _require(values, "prompt", "Give a string or a list of token ids.")
+    model = values.get("model")
+    return Row(
+        line=line,
+        custom_id=custom_id,
+        url=url,
+        model=model if isinstance(model, str) else None,
+        chat=None,
+        prompt=_likeness(values),
+        params=SamplingParams(),
+        max_tokens=count("max_completion_tokens", "max_tokens"),
+        n=min(count("n") or 1, _MAX_N),
+        output_tokens=count(output_tokens_field),
+        body=orjson.dumps(values),
+    )
+
+
+def _likeness(values: dict[str, Any]) -> str | list[int]:
+    """Text that is about as long as the prompt and shares with others what their prompts share.
+
+    Tools come first, as in chat templates. Of images and the like only the identity counts, not the bytes.
+    """
+    prompt = values.get("prompt")
+    if isinstance(prompt, list) and prompt and _are_token_ids(prompt) and max(prompt) < 2**32:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt
+    if prompt is not None:
+        return orjson.dumps(prompt).decode()
+    parts = [orjson.dumps(values[name]).decode() for name in ("tools", "functions") if values.get(name)]
+    messages = values["messages"] if isinstance(values["messages"], list) else [values["messages"]]
+    for message in messages:
+        fields = message if isinstance(message, dict) else {"content": message}
+        for name, value in fields.items():
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, dict) and isinstance(part.get("text"), str):
+                    parts.append(part["text"])
+                elif isinstance(part, str):
+                    parts.append(part)
+                elif part is not None:
+                    digest = hashlib.blake2b(orjson.dumps(part), digest_size=8).hexdigest()
+                    parts.append(f"{name} {digest}")
+    return "\n".join(parts)
 
 
 def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | None) -> None:
@@ -578,8 +659,11 @@ def success_line(
     """The line of the output file for a row with all its completions, in sample order.
 
     The prompt counts once however many completions share it, and so do its cached tokens: they are those of
-    the completion that found least in the cache, the one that computed the prompt for the others.
+    the completion that found least in the cache, the one that computed the prompt for the others. The answer of a
+    server is written as it is.
     """
+    if completions[0].body is not None:
+        return _result_line(row.custom_id, 200, completions[0].body)
     chat = row.url == CHAT_URL
     num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
     body = {

@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.errors import RequestError
-from blendserve.jobs.openai_format import LineError, PreparedRow, Row, Tokenizer, invalid, shown
+from blendserve.jobs.openai_format import CHAT_URL, LineError, PreparedRow, Row, Tokenizer, invalid, shown
+from blendserve.jobs.spool import RequestSpool
 from blendserve.request import RequestTable, SamplingParams
 from blendserve.tokens import PromptTokens
 
 DEFAULT_COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat goes on to the end of the context"""
+_MOST_TOKENS = 1 << 17
+"""of a forwarded row, as far as planning goes"""
 _ENCODE_CHUNK = 2048
 """lines rendered and encoded at a time; bounds how many prompts exist as text"""
 
@@ -60,7 +63,8 @@ def prepare(
     Only the first `limit` lines count. A line must name `served_model_name` or no model, unless `any_model`;
     its url must be `endpoint`, unless None. Lines whose custom_id is in `done` have their result and are left
     out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
-    Lines that bring no seed get one from `seed` and their custom_id.
+    Lines that bring no seed get one from `seed` and their custom_id. Rows with a `body` to forward are one request
+    each, and their lengths are for planning only: it is the server that refuses what it cannot serve.
     """
     builder = _TableBuilder(tokenizer, max_model_len, seed)
     first_lines: dict[str, int] = {}
@@ -141,6 +145,7 @@ class _TableBuilder:
         self._params_index = array("i")
         self._seeds = array("Q")
         self._params: dict[SamplingParams, int] = {}
+        self._spool: RequestSpool | None = None
 
     def add(self, rows: list[Row]) -> None:
         prompts: list[Sequence[int] | None] = [None] * len(rows)
@@ -178,20 +183,39 @@ class _TableBuilder:
         )
 
     def _append(self, row: Row, prompt: Sequence[int]) -> None:
+        if row.body is not None:
+            self._append_forwarded(row, row.body, prompt)
+            return
         max_tokens = self._checked_max_tokens(row, prompt)
         params = row.params
         ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
         declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
 
+        self._append_row(row, row.n, prompt, max_tokens, declared_tokens)
+
+    def _append_forwarded(self, row: Row, body: bytes, prompt: Sequence[int]) -> None:
+        """One request for all completions of a row, expected to be as long as they are together."""
+        if self._spool is None:
+            self._spool = RequestSpool()
+        self._spool.append(row.url, body)
+        room = max(self._max_model_len - len(prompt), 1)
+        default = room if row.url == CHAT_URL else DEFAULT_COMPLETIONS_MAX_TOKENS
+        max_tokens = min(row.n * (row.max_tokens or default), _MOST_TOKENS)
+        declared_tokens = min(row.n * (row.output_tokens or 0), max_tokens)
+        self._append_row(row, 1, prompt if len(prompt) else [0], max_tokens, declared_tokens)
+
+    def _append_row(
+        self, row: Row, n: int, prompt: Sequence[int], max_tokens: int, declared_tokens: int
+    ) -> None:
         row_index = len(self._rows)
-        self._rows.append(PreparedRow(row.line, row.custom_id, row.url, row.n))
+        self._rows.append(PreparedRow(row.line, row.custom_id, row.url, n))
         self._starts.append(len(self._data))
         self._data.extend(prompt)
         self._lengths.append(len(prompt))
         self._max_tokens.append(max_tokens)
         self._declared_tokens.append(declared_tokens)
-        params_index = self._params.setdefault(replace(params, seed=None), len(self._params))
-        for sample in range(row.n):
+        params_index = self._params.setdefault(replace(row.params, seed=None), len(self._params))
+        for sample in range(n):
             self._row_index.append(row_index)
             self._sample_index.append(sample)
             self._params_index.append(params_index)
@@ -250,6 +274,7 @@ class _TableBuilder:
             params=list(self._params),
             params_index=np.asarray(self._params_index, dtype=np.int32),
             seeds=np.asarray(self._seeds, dtype=np.uint64),
+            raw=self._spool,
         )
         return Prepared(
             requests=requests,

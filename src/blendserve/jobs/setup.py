@@ -12,10 +12,10 @@ from blendserve.jobs.job import Job
 from blendserve.jobs.openai_format import read_rows
 from blendserve.jobs.prepare import Prepared, prepare
 from blendserve.jobs.store import ResultStore
-from blendserve.models import ModelFiles, resolve_model
+from blendserve.models import ModelFiles, remote_model, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
 from blendserve.scheduling.policies import PolicyName, make_policy
-from blendserve.tokenizer import Tokenizer
+from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
 DEFAULT_POLICY: PolicyName = "blend"
 
@@ -55,7 +55,7 @@ class PlannedJob:
 
     config: JobConfig
     files: ModelFiles
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | ApproximateTokenizer
     cost_model: CostModel
     prepared: Prepared
     plan: Plan
@@ -76,7 +76,15 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
         ConfigError: they cannot be had.
     """
     source = config.source
+    if config.engine.forwards:
+        return remote_model(source.model, served_model_name=source.served_model_name)
     return resolve_model(source.model, served_model_name=source.served_model_name, on_progress=on_progress)
+
+
+def _names_no_model(config: JobConfig) -> bool:
+    """Whether it is left to the lines which of a server's models they run on."""
+    source = config.source
+    return config.engine.forwards and source.model is None and source.served_model_name is None
 
 
 def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob:
@@ -85,15 +93,19 @@ def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob
     Raises:
         ConfigError: an option or the saved plan does not fit.
     """
-    tokenizer = Tokenizer(files.folder)
+    tokenizer = ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
     cost_model = config.engine.cost_model(files)
     source = config.source
     prepared = prepare(
-        read_rows(source.input, output_tokens_field=source.output_tokens_field),
+        read_rows(
+            source.input,
+            output_tokens_field=source.output_tokens_field,
+            pass_through=config.engine.forwards,
+        ),
         tokenizer,
         served_model_name=files.name,
         max_model_len=config.engine.context_limit(cost_model.model),
-        any_model=source.any_model,
+        any_model=source.any_model or _names_no_model(config),
         limit=source.limit,
         done=done,
         seed=config.seed,

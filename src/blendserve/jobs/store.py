@@ -43,7 +43,7 @@ class ResultStore:
     Args:
         output: file to append to, `-` for standard output; only a regular file can be resumed.
         errors: file for failed lines; None puts it beside the output, or into the same stream with `-`.
-        model: the name in the results; an output of another model is refused.
+        model: the name in the results; an output of another model is refused. None: whatever a server calls it.
         input_path: the job's input, which must be neither of the two files.
         overwrite: drop earlier results instead of resuming.
 
@@ -56,7 +56,7 @@ class ResultStore:
         output: str | Path,
         errors: str | Path | None = None,
         *,
-        model: str,
+        model: str | None,
         input_path: str | Path | None = None,
         overwrite: bool = False,
     ) -> None:
@@ -117,11 +117,11 @@ class ResultStore:
             raise ConfigError(f"{path} is the input of the job too; write the results to another file")
         return file
 
-    def _take_result(self, result: Any, model: str) -> str | None:
+    def _take_result(self, result: Any, model: str | None) -> str | None:
         """Note a line of the output as done. Returns what is wrong with it, if anything is."""
         try:
             custom_id, response = result["custom_id"], result["response"]
-            found = response["body"]["model"]
+            found = response["body"]["model"] if model is not None else None
             is_result = response["status_code"] == 200 and isinstance(custom_id, str)
         except (KeyError, TypeError, IndexError):
             is_result = False

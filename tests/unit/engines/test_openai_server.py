@@ -1,0 +1,346 @@
+"""What becomes of a request when the server misbehaves."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import orjson
+import pytest
+
+from blendserve.cost_model import CostModel, HardwareSpec
+from blendserve.engines.openai_server import OpenAIServer, _Answer, _failure, _retry_after_s
+from blendserve.engines.retry import Backoff
+from blendserve.errors import ConfigError, EngineError
+from blendserve.planner.plan import make_plan
+from blendserve.request import Completion, Failure, RawRequest, RequestTable, Result
+from blendserve.scheduling.policies import make_policy
+from tests.fake_openai import FakeOpenAI, running
+from tests.workload import TINY, request_table
+
+COST_MODEL = CostModel(TINY, HardwareSpec.load("cpu-2core-avx2"))
+QUICK = Backoff(base_s=0.01, max_s=0.02, max_attempts=3, seed=0)
+
+OpenServer = Callable[..., OpenAIServer]
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+@pytest.fixture
+def open_server() -> Iterator[OpenServer]:
+    with ExitStack() as stack:
+
+        def make(base_url: str, **options: Any) -> OpenAIServer:
+            settings = {
+                "api_key_env": None,
+                "max_concurrency": 4,
+                "request_timeout_s": 60.0,
+                "kv_capacity_tokens": 10_000,
+                "max_model_len": 1000,
+                "backoff": QUICK,
+            }
+            engine = OpenAIServer(base_url, COST_MODEL, **(settings | options))
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def a_job(users: Sequence[str], **body: Any) -> RequestTable:
+    """A chat request for each name."""
+    requests = request_table([[5, 6, 7 + index] for index in range(len(users))], max_tokens=4)
+    requests.raw = [
+        RawRequest(
+            "/v1/chat/completions",
+            orjson.dumps(
+                {"messages": [{"role": "user", "content": "hi"}], "user": user, "max_tokens": 4} | body
+            ),
+        )
+        for user in users
+    ]
+    return requests
+
+
+def run(engine: OpenAIServer, requests: RequestTable, policy: str = "fcfs") -> dict[int, Result]:
+    results: dict[int, Result] = {}
+    plan = make_plan(requests, engine.cost_model)
+    for step in engine.run(requests, make_policy(policy, plan)):  # type: ignore[arg-type]
+        for request, result in step.results:
+            assert request not in results, "two results for one request"
+            results[request] = result
+    return results
+
+
+PASSING = [
+    408,
+    409,
+    429,
+    500,
+    502,
+    503,
+    504,
+    "half",
+    "cut",
+    "html",
+    "not-json",
+    "no-choices",
+    "reset",
+    "retry-after",
+]
+
+
+def test_faults_that_pass_cost_attempts_and_nothing_else(open_server: OpenServer) -> None:
+    users = [str(fault) for fault in PASSING] + ["good-1", "good-2"]
+    faults: dict[str, list[int | str]] = {str(fault): [fault, fault] for fault in PASSING}
+    with running(FakeOpenAI(faults)) as server:
+        results = run(open_server(server.base_url), a_job(users))
+    assert sorted(results) == list(range(len(users)))
+    for result in results.values():
+        assert isinstance(result, Completion), result
+        assert result.body is not None
+        assert result.body["of_the_servers_own"] == {"x": [1.5, None]}
+        assert (result.num_output_tokens, result.num_prompt_tokens, result.num_cached_tokens) == (4, 8, 4)
+    assert server.attempts == dict.fromkeys(users[:-2], 3) | {"good-1": 1, "good-2": 1}
+
+
+@pytest.mark.parametrize("fault", [500, "cut", "half", "no-choices"])
+def test_a_fault_that_stays_fails_its_own_request_only(open_server: OpenServer, fault: int | str) -> None:
+    with running(FakeOpenAI({"bad": [fault] * 99})) as server:
+        results = run(open_server(server.base_url), a_job(["good-1", "bad", "good-2"]))
+    bad = results.pop(1)
+    assert isinstance(bad, Failure)
+    assert bad.status_code >= 500
+    assert "3 attempts" in bad.message
+    assert server.attempts["bad"] == 3
+    assert all(isinstance(result, Completion) for result in results.values())
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_a_refusal_is_final_and_keeps_the_words_of_the_server(open_server: OpenServer, status: int) -> None:
+    with running(FakeOpenAI({"bad": [status]})) as server:
+        results = run(open_server(server.base_url), a_job(["bad", "good"]))
+    bad = results[0]
+    assert isinstance(bad, Failure)
+    code = "context_length_exceeded" if status == 400 else f"code_{status}"
+    assert (bad.status_code, bad.code, bad.message, bad.param) == (status, code, f"this is a {status}", "p")
+    assert server.attempts["bad"] == 1
+    assert isinstance(results[1], Completion)
+
+
+def test_retry_after_is_waited_for(open_server: OpenServer) -> None:
+    patient = Backoff(base_s=0.0, max_s=60.0, max_attempts=3)
+    with running(FakeOpenAI({"busy": ["retry-after"]}, retry_after="1")) as server:
+        engine = open_server(server.base_url, backoff=patient)
+        started_s = time.monotonic()
+        results = run(engine, a_job(["busy"]))
+    assert isinstance(results[0], Completion)
+    assert time.monotonic() - started_s >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("header", "low", "high"),
+    [
+        ("7", 7, 7),
+        ("0.5", 0.5, 0.5),
+        (format_datetime(datetime.now(UTC) + timedelta(hours=1)), 1800, 3600),
+        (format_datetime(datetime.now(UTC) - timedelta(hours=1)), 0, 0),
+    ],
+)
+def test_retry_after_is_a_number_of_seconds_or_a_date(header: str, low: float, high: float) -> None:
+    seconds = _retry_after_s(_Answer(429, {"retry-after": header}, b""))
+    assert seconds is not None
+    assert low <= seconds <= high
+
+
+@pytest.mark.parametrize("header", ["nan", "inf", "-1", "soon", ""])
+def test_a_retry_after_that_makes_no_sense_is_ignored(header: str) -> None:
+    assert _retry_after_s(_Answer(429, {"retry-after": header}, b"")) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        (b'{"error": {"message": "m", "type": "t", "code": null}}', "t", "m"),
+        (
+            b'{"object": "error", "message": "m", "type": "BadRequestError", "code": 400}',
+            "BadRequestError",
+            "m",
+        ),
+        (b'{"error": "m"}', "http_400", "m"),
+        (b'{"detail": "m"}', "http_400", "m"),
+        (b"[1]", "http_400", "The server answered with status 400: [1]"),
+        (b"<html>\xff", "http_400", "The server answered with status 400: <html>\ufffd"),
+        (b"", "http_400", "The server answered with status 400"),
+    ],
+)
+def test_errors_of_every_shape_are_read(content: bytes, code: str, message: str) -> None:
+    failure = _failure(_Answer(400, {}, content))
+    assert (failure.code, failure.message, failure.status_code) == (code, message, 400)
+
+
+def test_a_rate_limit_is_met_with_patience(open_server: OpenServer) -> None:
+    with running(FakeOpenAI({"busy": [429] * 10})) as server:
+        results = run(open_server(server.base_url), a_job(["busy"]))
+    assert isinstance(results[0], Completion)
+    assert server.attempts["busy"] == 11
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(open_server: OpenServer) -> None:
+    with running(FakeOpenAI({"slow": ["slow"], "slower": ["slow"] * 9})) as server:
+        results = run(open_server(server.base_url, request_timeout_s=0.5), a_job(["slow", "slower", "good"]))
+    assert isinstance(results[0], Completion)
+    slower = results[1]
+    assert isinstance(slower, Failure)
+    assert (slower.code, slower.status_code) == ("request_timeout", 504)
+    assert isinstance(results[2], Completion)
+
+
+@pytest.mark.parametrize("fault", [401, 403, "quota", "redirect"])
+def test_what_would_refuse_every_request_stops_the_job(open_server: OpenServer, fault: int | str) -> None:
+    with running(FakeOpenAI({"bad": [fault]})) as server:
+        engine = open_server(server.base_url, max_concurrency=1)
+        requests = a_job(["good", "bad", "never sent"])
+        steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
+        taken: list[int] = []
+        with pytest.raises(EngineError, match=r"--api-key-env|quota|--base-url"):
+            taken.extend(request for step in steps for request, _ in step.results)
+    assert taken == [0]
+    assert server.users() == ["good", "bad"]
+
+
+def test_the_key_goes_to_the_server(open_server: OpenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-secret")
+    monkeypatch.setenv("WRONG_KEY", "sk-wrong")
+    with running(FakeOpenAI(key="sk-secret")) as server:
+        results = run(open_server(server.base_url, api_key_env="SOME_KEY"), a_job(["good"]))
+        assert isinstance(results[0], Completion)
+        for variable in ("WRONG_KEY", None):
+            with pytest.raises(ConfigError, match="--api-key-env") as refused:
+                open_server(server.base_url, api_key_env=variable)
+            assert "sk-" not in str(refused.value)
+    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE"):
+        open_server("http://127.0.0.1:9/v1", api_key_env="NO_SUCH_VARIABLE")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "localhost:8000/v1", "ftp://x/v1", "http://[/v1"])
+def test_a_url_without_a_server_is_refused_at_once(open_server: OpenServer, url: str) -> None:
+    with pytest.raises(ConfigError, match="--base-url"):
+        open_server(url)
+
+
+def test_a_server_that_comes_back_finds_everything_waiting(open_server: OpenServer) -> None:
+    """It goes away with requests in flight, and comes back on the same port."""
+    users = [f"r{index}" for index in range(12)]
+    with running(FakeOpenAI({"r2": ["slow"] * 9, "r3": ["slow"] * 9})) as first:
+        engine = open_server(first.base_url)
+        requests = a_job(users)
+        steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
+        results = dict(next(steps).results)
+    back: list[FakeOpenAI] = []
+
+    def come_back() -> None:
+        time.sleep(1.0)
+        server = stack.enter_context(running(FakeOpenAI(), first.port))
+        back.append(server)
+
+    with ExitStack() as stack:
+        returning = threading.Thread(target=come_back)
+        returning.start()
+        for step in steps:
+            for request, result in step.results:
+                assert request not in results
+                results[request] = result
+        returning.join()
+        assert len(back[0].requests) >= 8
+    assert sorted(results) == list(range(12))
+    assert all(isinstance(result, Completion) for result in results.values())
+
+
+def test_a_server_that_stays_away_stops_the_job(open_server: OpenServer) -> None:
+    with running(FakeOpenAI({"b": ["slow"]})) as server:
+        engine = open_server(server.base_url, max_outage_s=0.5)
+        requests = a_job(["a", "b", "c"])
+        steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
+        next(steps)
+    with pytest.raises(EngineError, match="away"):
+        list(steps)
+
+
+def test_an_engine_runs_on_after_a_run_that_was_stopped(open_server: OpenServer) -> None:
+    with running(FakeOpenAI({"stuck": ["slow"]})) as server:
+        engine = open_server(server.base_url)
+        requests = a_job(["a", "stuck", "b", "c"])
+        steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
+        while "stuck" not in server.attempts:
+            next(steps)
+        steps.close()  # type: ignore[attr-defined]
+        assert len(run(engine, requests)) == 4
+
+
+def test_after_a_stop_of_admission_only_what_was_sent_is_answered(open_server: OpenServer) -> None:
+    with running(FakeOpenAI(latency_s=0.05)) as server:
+        engine = open_server(server.base_url)
+        requests = a_job([f"{index}" for index in range(20)])
+        steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
+        results = next(steps).results
+        engine.stop_admitting()
+        results += [result for step in steps for result in step.results]
+        assert len(results) == len(server.requests) == 4
+        assert len(run(engine, requests)) == 20
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_requests_arrive_in_the_order_of_the_policy(open_server: OpenServer, concurrency: int) -> None:
+    """One after the other exactly; with several on the way at once, but for those."""
+    prefixes = [[9, 9, 9, 9], [8, 8, 8, 8]]
+    requests = a_job([f"{index}" for index in range(16)])
+    table = request_table([prefixes[index % 2] + [index] for index in range(16)], max_tokens=4)
+    table.raw = requests.raw
+    expected = {
+        "fcfs": [*range(16)],
+        "dfs": [*range(0, 16, 2), *range(1, 16, 2)],
+    }
+    for policy, order in expected.items():
+        with running(FakeOpenAI()) as server:
+            run(open_server(server.base_url, max_concurrency=concurrency), table, policy)
+        arrived = [int(user) for user in server.users()]
+        assert sorted(arrived) == list(range(16))
+        assert all(abs(order.index(request) - place) < concurrency for place, request in enumerate(arrived))
+
+
+def test_concurrency_is_bounded_by_count_and_by_tokens(open_server: OpenServer) -> None:
+    requests = a_job([f"{index}" for index in range(12)])
+    with running(FakeOpenAI(latency_s=0.02)) as server:
+        run(open_server(server.base_url, max_concurrency=3), requests)
+    assert server.max_in_flight == 3
+    with running(FakeOpenAI(latency_s=0.02)) as server:
+        # Each has 2 + 1 + 4 tokens, two of them shared; a third more than 16 tokens are sent.
+        run(open_server(server.base_url, max_concurrency=9, kv_capacity_tokens=16), requests)
+    assert server.max_in_flight == 3
+
+
+def test_connections_are_kept(open_server: OpenServer) -> None:
+    with running(FakeOpenAI()) as server:
+        run(open_server(server.base_url, max_concurrency=2), a_job([f"{index}" for index in range(20)]))
+    assert server.num_connections <= 3
+
+
+def test_no_thread_and_no_task_is_left(open_server: OpenServer) -> None:
+    before = threading.active_count()
+    with running(FakeOpenAI()) as server:
+        engine = open_server(server.base_url)
+        run(engine, a_job([f"{index}" for index in range(20)]))
+        assert threading.active_count() == before + 1  # the server's
+        assert not asyncio.all_tasks(engine._loop)
+
+
+def test_requests_without_their_text_cannot_be_forwarded(open_server: OpenServer) -> None:
+    with running(FakeOpenAI()) as server, pytest.raises(EngineError, match="as they were written"):
+        run(open_server(server.base_url), request_table([[1, 2]]))
