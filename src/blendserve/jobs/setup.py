@@ -10,7 +10,7 @@ from blendserve.cost_model import CostModel
 from blendserve.engines import EngineConfig, open_engine
 from blendserve.jobs.job import Job
 from blendserve.jobs.openai_format import read_rows
-from blendserve.jobs.prepare import Prepared, prepare
+from blendserve.jobs.prepare import OnProgress, Prepared, prepare
 from blendserve.jobs.store import ResultStore
 from blendserve.models import ModelFiles, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
@@ -79,7 +79,9 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
     return resolve_model(source.model, served_model_name=source.served_model_name, on_progress=on_progress)
 
 
-def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob:
+def plan_job(
+    config: JobConfig, files: ModelFiles, done: set[str], on_progress: OnProgress | None = None
+) -> PlannedJob:
     """Read, check and plan the lines that are not `done`.
 
     Raises:
@@ -97,7 +99,10 @@ def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob
         limit=source.limit,
         done=done,
         seed=config.seed,
+        on_progress=on_progress,
     )
+    if on_progress is not None:
+        on_progress("planning", prepared.num_lines)
     if config.plan_file is not None:
         plan = Plan.load(config.plan_file, prepared.requests, cost_model)
     else:
