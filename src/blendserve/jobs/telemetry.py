@@ -19,7 +19,9 @@ import numpy as np
 
 from blendserve.jobs.job import JobProgress
 from blendserve.planner.plan import Plan
-from blendserve.request import Completion, Result
+from blendserve.planner.prefix_tree import Ints
+from blendserve.request import Completion
+from blendserve.scheduling.policy import FIRST_REPLAN_AFTER, OVERRUN_FACTOR
 from blendserve.simulator import Calibration
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -38,7 +40,7 @@ MAX_RECENT_S = 120.0
 """... and at most, of rates that are shown"""
 RENEW_ESTIMATE_AT = 1.25
 """growth of the number of finished requests after which expected lengths are worked out anew"""
-OUTLIVED_RATIO = 0.1
+OUTLIVED_RATIO = OVERRUN_FACTOR - 1.0
 """what runs is expected to generate at least this share of what it already has"""
 
 STEP_TIME_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -100,6 +102,12 @@ class Histogram:
         """Count one value."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def add_all(self, values: Ints) -> None:
+        """Count many at once."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.counts = [old + new for old, new in zip(self.counts, found.tolist(), strict=True)]
+        self.total += float(values.sum(dtype=np.int64))
 
 
 class Point(NamedTuple):
@@ -187,14 +195,19 @@ class LengthCalibration:
         self._actual: Counter[int] = Counter()
         self._lengths: dict[int, Counter[int]] = {}
 
-    def add(self, expected: int, actual: int) -> None:
-        """Count a finished request; `expected` at least 1."""
-        octave = expected.bit_length()
-        self.num_requests[octave] += 1
-        self._expected[octave] += expected
-        self._actual[octave] += actual
-        fine_bits = max(actual.bit_length() - 6, 0)
-        self._lengths.setdefault(octave, Counter())[actual >> fine_bits << fine_bits] += 1
+    def add(self, expected: Ints, actual: Ints) -> None:
+        """Count finished requests; [num_finished] each, `expected` at least 1."""
+        octaves = _bit_length(expected)
+        fine_bits = np.maximum(_bit_length(actual) - 6, 0)
+        lengths = actual >> fine_bits << fine_bits
+        for octave in np.unique(octaves).tolist():
+            of = octaves == octave
+            self.num_requests[octave] += int(np.count_nonzero(of))
+            self._expected[octave] += int(expected[of].sum(dtype=np.int64))
+            self._actual[octave] += int(actual[of].sum(dtype=np.int64))
+            values, counts = np.unique(lengths[of], return_counts=True)
+            counter = self._lengths.setdefault(octave, Counter())
+            counter.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
     def calibration(self) -> Calibration:
         """By ascending expectation."""
@@ -222,74 +235,81 @@ class LengthCalibration:
         raise AssertionError("the counts of an octave do not add up")
 
 
+def _bit_length(values: Ints) -> Ints:
+    return np.frexp(values)[1]
+
+
 class RemainingTime:
     """How long the rest of a job will take: modelled work that is left, at the speed of late.
 
     Lengths of unfinished requests are estimated as the policies do it, from the finished ones of their subtree, and
     what the running ones have already generated is taken off. Speed is modelled work done per second over the last
-    quarter of the run, so a slow start or a thin tail shows soon. It needs nothing of the engine but its step facts.
+    quarter of the run, so a slow start shows soon. No less than the running requests need one token a step: what is
+    left of a thin tail is not work. It needs nothing of the engine but its step facts.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._cost_model = plan.cost_model
         self._estimator = plan.estimator()
         self._prompt_tokens = plan.prompt_tokens
+        self._max_tokens = plan.max_tokens
         self._num_unique_tokens = plan.tree.num_unique_units
         self._prompt_s = plan.compute_s() - float(
             plan.cost_model.decode_compute_s(plan.output_tokens_est).sum()
         )
-        self._new: list[tuple[int, int]] = []
-        self._renew_at = 16
+        self._renew_at = FIRST_REPLAN_AFTER
         self._is_open = np.ones(plan.num_requests, dtype=np.bool_)
-        self._take_estimate(plan.output_tokens_est)
+        self._num_open = plan.num_requests
         self._finished_tokens = 0
+        self._take_estimate(plan.output_tokens_est)
 
-    def finished(self, request: int, output_tokens: int) -> None:
-        """A request will not run again, with so many tokens (0 of a failed one)."""
-        self._new.append((request, output_tokens))
-
-    def remaining_s(self, timeline: Timeline, now: Point, num_waiting: int) -> float | None:
-        """Seconds of wall time; None while nothing is known of the speed."""
-        self._take_finished()
-        lines = self._cost_model.step_lines()
-        since = timeline.since(now, max(RECENT_RATIO * now.elapsed_s, MIN_RECENT_S))
-        done_s = self._work_s(now, lines.compute_s_per_token, lines.memory_s_per_read)
-        speed = done_s - self._work_s(since, lines.compute_s_per_token, lines.memory_s_per_read)
-        if speed <= 0.0 or now.elapsed_s <= since.elapsed_s:
-            return None
-        num_open = int(self._is_open.sum()) if num_waiting else 0
-        waiting_tokens = self._open_tokens * min(num_waiting / num_open, 1.0) if num_open else 0.0
-        running_tokens = self._open_tokens - waiting_tokens
-        generated = max(now.num_decode_tokens - self._finished_tokens, 0)
-        left_tokens = waiting_tokens + max(running_tokens - generated, OUTLIVED_RATIO * generated)
-        memory_s = self._open_memory_s * left_tokens / max(self._open_tokens, 1.0)
-        compute_s = float(self._cost_model.decode_compute_s(left_tokens))
-        left_s = self._prompt_s - self._prefill_s(now) + compute_s + memory_s
-        return left_s * (now.elapsed_s - since.elapsed_s) / speed
-
-    def _prefill_s(self, point: Point) -> float:
-        return self._prompt_s * min(point.num_prefill_tokens / max(self._num_unique_tokens, 1), 1.0)
-
-    def _work_s(self, point: Point, s_per_token: float, s_per_read: float) -> float:
-        decode_s = point.num_decode_tokens * s_per_token + point.kv_tokens_read * s_per_read
-        return self._prefill_s(point) + decode_s
-
-    def _take_finished(self) -> None:
-        if not self._new:
-            return
-        requests, output_tokens = np.array(self._new, dtype=np.int64).T
-        self._new.clear()
-        requests = requests.astype(np.int32)
+    def finished(self, requests: Ints, output_tokens: Ints) -> None:
+        """Requests will not run again, with so many tokens (0 of failed ones); [num_finished] each."""
         self._is_open[requests] = False
+        self._num_open -= len(requests)
         # A prefill generates the first token.
-        self._finished_tokens += int(np.maximum(output_tokens - 1, 0).sum())
-        self._estimator.finished(requests, output_tokens.astype(np.int32))
+        self._finished_tokens += int(np.maximum(output_tokens - 1, 0).sum(dtype=np.int64))
+        self._estimator.finished(requests, output_tokens)
         if self._estimator.num_finished >= self._renew_at:
             self._renew_at = int(self._estimator.num_finished * RENEW_ESTIMATE_AT) + 1
             self._take_estimate(self._estimator.estimate())
         else:
             self._open_tokens -= float(self._expected[requests].sum())
             self._open_memory_s -= float(self._memory_s(requests).sum())
+
+    def remaining_s(self, timeline: Timeline, now: Point, num_running: int, num_waiting: int) -> float | None:
+        """Seconds of wall time; None while nothing is known of the speed."""
+        since = timeline.since(now, max(RECENT_RATIO * now.elapsed_s, MIN_RECENT_S))
+        overlap = self._cost_model.hardware.overlap
+        span_s, num_steps = now.elapsed_s - since.elapsed_s, now.num_steps - since.num_steps
+        done_s = overlap(
+            self._compute_s(now) - self._compute_s(since), self._reads_s(now) - self._reads_s(since)
+        )
+        if done_s <= 0.0 or span_s <= 0.0:
+            return None
+        if self._num_open == 0:
+            return 0.0
+        waiting_tokens = self._open_tokens * min(num_waiting / self._num_open, 1.0)
+        generated = max(now.num_decode_tokens - self._finished_tokens, 0)
+        running_left = max(self._open_tokens - waiting_tokens - generated, OUTLIVED_RATIO * generated)
+        if num_waiting == 0:
+            caps = int(self._max_tokens[self._is_open].sum(dtype=np.int64))
+            running_left = min(running_left, max(caps - generated, 0))
+        left_tokens = waiting_tokens + running_left
+        memory_s = self._open_memory_s * left_tokens / max(self._open_tokens, 1.0)
+        compute_s = float(self._cost_model.decode_compute_s(left_tokens))
+        left_s = overlap(self._prompt_s - self._prefill_s(now) + compute_s, memory_s) * span_s / done_s
+        tail_s = running_left / max(num_running, 1) * span_s / max(num_steps, 1)
+        return max(left_s, tail_s)
+
+    def _prefill_s(self, point: Point) -> float:
+        return self._prompt_s * min(point.num_prefill_tokens / max(self._num_unique_tokens, 1), 1.0)
+
+    def _compute_s(self, point: Point) -> float:
+        return self._prefill_s(point) + float(self._cost_model.decode_compute_s(point.num_decode_tokens))
+
+    def _reads_s(self, point: Point) -> float:
+        return point.kv_tokens_read * self._cost_model.step_lines().memory_s_per_read
 
     def _take_estimate(self, expected: Any) -> None:
         self._expected = expected.astype(np.float32)
@@ -350,7 +370,8 @@ class Telemetry:
         """completions by the reason they ended"""
         self.energy = EnergyMeter()
         self._remaining = RemainingTime(plan) if plan.num_requests else None
-        self._is_unknown = plan.declared_tokens == 0
+        self._finished: list[tuple[int, int, int]] = []
+        """(request, output tokens, those expected) of requests that are in no figure yet"""
         self._kv_tokens_read = 0
         self._kv_usage_s = 0.0
         self._running_s = 0.0
@@ -385,7 +406,12 @@ class Telemetry:
             self._running_s += stats.num_running * duration_s
             self.step_time_s.add(duration_s)
             for request, result in step.results:
-                self._take(request, result)
+                if isinstance(result, Completion):
+                    self.finish_reasons[result.finish_reason] += 1
+                    new = request, len(result.token_ids), result.output_tokens_est
+                else:
+                    new = request, 0, 0
+                self._finished.append(new)
         if (
             progress.num_retried_requests != self._num_retried_requests
             or progress.num_engine_restarts != self._num_engine_restarts
@@ -401,6 +427,7 @@ class Telemetry:
                 _log.info("step", extra={"fields": self.facts})
 
     def _current_facts(self) -> dict[str, Any]:
+        self._take_finished()
         progress, now = self.progress, self._now()
         since = self.timeline.since(now, min(max(RECENT_RATIO * now.elapsed_s, MIN_RECENT_S), MAX_RECENT_S))
         span_s = now.elapsed_s - since.elapsed_s
@@ -430,21 +457,21 @@ class Telemetry:
     def _remaining_s(self, now: Point) -> float | None:
         if self._remaining is None:
             return 0.0
-        return self._remaining.remaining_s(self.timeline, now, self.progress.num_waiting)
+        progress = self.progress
+        return self._remaining.remaining_s(self.timeline, now, progress.num_running, progress.num_waiting)
 
-    def _take(self, request: int, result: Result) -> None:
-        if not isinstance(result, Completion):
-            if self._remaining is not None:
-                self._remaining.finished(request, 0)
+    def _take_finished(self) -> None:
+        if not self._finished:
             return
-        output_tokens = len(result.token_ids)
-        self.finish_reasons[result.finish_reason] += 1
-        self.prompt_length.add(int(self.plan.prompt_tokens[request]))
-        self.output_length.add(output_tokens)
-        if result.output_tokens_est and self._is_unknown[request]:
-            self.lengths.add(result.output_tokens_est, output_tokens)
-        if self._remaining is not None:
-            self._remaining.finished(request, output_tokens)
+        requests, output_tokens, expected = np.array(self._finished, dtype=np.int32).T
+        self._finished.clear()
+        has_output = output_tokens > 0
+        self.prompt_length.add_all(self.plan.prompt_tokens[requests[has_output]])
+        self.output_length.add_all(output_tokens[has_output])
+        is_estimate = (expected > 0) & (self.plan.declared_tokens[requests] == 0)
+        self.lengths.add(expected[is_estimate], output_tokens[is_estimate])
+        assert self._remaining is not None
+        self._remaining.finished(requests, output_tokens)
 
     def _log_recovery(self, progress: JobProgress) -> None:
         if progress.num_retried_requests != self._num_retried_requests:
