@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,6 +122,9 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
             return
         self._has_failed = True
+        # What is still buffered would fail again.
+        with suppress(OSError):
+            self.close()
         print(
             f"warning: cannot write {self.baseFilename}: {error.strerror}; no more log from here",
             file=sys.stderr,

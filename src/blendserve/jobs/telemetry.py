@@ -27,9 +27,9 @@ from blendserve.simulator import Calibration
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MAX_POINTS = 1000
-"""points of a time line; when there are more, every second one is dropped"""
+"""of a time line; when there are more, about every second one is dropped"""
 FIRST_INTERVAL_S = 0.1
-"""between the points of a time line at first; doubles whenever points are dropped"""
+"""between the points of a time line at first"""
 FACTS_INTERVAL_S = 0.5
 STEP_LOG_INTERVAL_S = 10.0
 RECENT_RATIO = 0.25
@@ -143,12 +143,16 @@ class Timeline:
         return elapsed_s - self.points[-1].elapsed_s >= self._interval_s
 
     def add(self, point: Point) -> None:
-        """Append a point; every second one goes when there are too many."""
+        """Append a point; where there are too many, those closer together than twice the mean distance go."""
         self.points.append(point)
-        if len(self.points) > MAX_POINTS:
-            # Start and end stay.
-            self.points = self.points[:-1:2] + self.points[-1:]
-            self._interval_s *= 2.0
+        if len(self.points) <= MAX_POINTS:
+            return
+        self._interval_s = 2.0 * point.elapsed_s / MAX_POINTS
+        kept = [self.points[0]]
+        for candidate in self.points[1:-1]:
+            if candidate.elapsed_s - kept[-1].elapsed_s >= self._interval_s:
+                kept.append(candidate)
+        self.points = [*kept, point]
 
     def since(self, now: Point, window_s: float) -> Point:
         """A point about so many seconds ago: the first one inside the window, if that leaves at least half of it."""
