@@ -92,11 +92,12 @@ class ProgressDisplay:
             _write_json({"phase": phase, **telemetry.facts})
 
     def _show_running(self, progress: JobProgress, telemetry: Telemetry) -> None:
+        current = telemetry.refresh()
         if self.mode == "json":
-            _write_json({"phase": "running", **telemetry.facts})
+            _write_json({"phase": "running", **current})
             return
         finished = progress.num_done + progress.completed + progress.failed
-        facts = shown_facts(telemetry.facts)
+        facts = shown_facts(current)
         if self.mode == "plain":
             essential.print(
                 f"running  {finished:,}/{progress.total:,} lines" + "".join(f", {fact}" for fact in facts)
@@ -127,8 +128,9 @@ class ProgressDisplay:
                 TimeElapsedColumn(),
             )
             self._bar = Progress(*columns, console=essential, transient=True, auto_refresh=False)
-            self._task = self._bar.add_task("", total=None, facts="")
+            self._task = self._bar.add_task("", total=total, completed=completed, facts=facts)
             self._bar.start()
+            return
         self._bar.update(self._task, total=total, completed=completed, facts=facts)
         self._bar.refresh()
 

@@ -396,7 +396,12 @@ class Telemetry:
     def finish(self) -> None:
         """The run is over, however it ended."""
         self._mark()
+        self.refresh()
+
+    def refresh(self) -> dict[str, Any]:
+        """Bring `facts` up to date at once."""
         self.facts = self._current_facts()
+        return self.facts
 
     def add(self, progress: JobProgress) -> None:
         """Note the step that `progress` has just counted, if it has."""
@@ -424,7 +429,7 @@ class Telemetry:
         if self.timeline.is_due(progress.elapsed_s):
             self._mark()
         if self._facts_due.is_due():
-            self.facts = self._current_facts()
+            self.refresh()
             self._facts_due.updated()
             if progress.elapsed_s >= self._next_log_s:
                 self._next_log_s = progress.elapsed_s + STEP_LOG_INTERVAL_S
