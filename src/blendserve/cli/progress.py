@@ -25,9 +25,8 @@ JSON_INTERVAL_S = 1.0
 
 PROGRESS_HELP = (
     "auto: a live bar on a terminal, else a line a minute (plain). json: one object a second on stderr, which then "
-    "holds nothing else but errors: [b]phase[/b] (reading, planning, running, complete, interrupted or failed), "
-    "[b]elapsed_s[/b]; "
-    "while reading [b]num_lines[/b]; while running total, num_done, completed, failed, num_running, num_waiting, "
+    "holds nothing else but errors: phase (reading, planning, running, complete, stopped, interrupted or failed), "
+    "elapsed_s; while reading num_lines; while running total, num_done, completed, failed, num_running, num_waiting, "
     "tokens_per_s, kv_usage_ratio, compute_ratio, num_steps, num_prefill_tokens, num_decode_tokens, num_retracted, "
     "num_retried_requests, num_engine_restarts, remaining_s_est (null: not known yet)."
 )

@@ -239,7 +239,8 @@ def _run_job(
             telemetry = Telemetry(job.plan, running.progress)
             metrics.watch(telemetry, files.name)
             report = None
-            if has_report:
+            # A run that finds nothing left to do leaves the report of those before it.
+            if has_report and (len(job.prepared.requests) or not earlier):
                 report = RunReport(
                     output,
                     telemetry,
@@ -255,7 +256,7 @@ def _run_job(
                     if report is not None:
                         steps = report.checkpointed(steps, lambda: running.summary)
                     display.running(steps_until_interrupted(steps), telemetry)
-                status = "complete"
+                status = "complete" if running.summary.is_complete else "stopped"
             except KeyboardInterrupt:
                 status = "interrupted"
                 fail(

@@ -31,7 +31,8 @@ CHECKPOINT_INTERVAL_S = 60.0
 PACKAGES = ("numpy", "numba", "torch", "transformers", "tokenizers", "vllm", "sglang")
 COMPRESSED = frozenset({".gz", ".zst"})
 
-Status = Literal["running", "complete", "interrupted", "failed"]
+Status = Literal["running", "complete", "stopped", "interrupted", "failed"]
+"""stopped: it ended on purpose before every line had a result; a run that is found `running` later was killed"""
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class RunReport:
     ) -> None:
         self.paths = report_paths(output)
         self._telemetry = telemetry
+        self._plan = asdict(telemetry.plan.summary()) if telemetry.plan.num_requests else None
         self._description = {**description, "versions": versions(), "command": sys.argv}
         self._earlier = earlier
         self._cost_per_hour = cost_per_hour
@@ -145,7 +147,7 @@ class RunReport:
             "report_format": REPORT_FORMAT,
             "status": status,
             **self._description,
-            "plan": asdict(telemetry.plan.summary()) if telemetry.plan.num_requests else None,
+            "plan": self._plan,
             "summary": summary_document(summary),
             "cost": this_run.get("cost"),
             "all_runs": _added_up(runs, summary),
