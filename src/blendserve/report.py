@@ -1,16 +1,16 @@
-"""One HTML page of simulated figures: a single file that needs no network, in light and in dark."""
+"""HTML pages of figures, simulated ones and those of a real run: single files that need no network, light and dark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from blendserve.simulator import SimulationReport
+    from blendserve.simulator import Calibration, SimulationReport
 
 # Okabe and Ito's colours, told apart with any colour vision.
 POLICY_COLOURS = {
@@ -54,6 +54,8 @@ SHARES = (
     Share("loss_other_ratio", "other", "#ffaabb"),
 )
 
+SIMULATED_NOTICE = "All figures are simulated on a virtual clock, not measured on hardware."
+
 CSS = """
 :root { color-scheme: light dark; --text: #1d2430; --muted: #5a6472; --ground: #ffffff; --panel: #f5f6f8;
   --line: #d5dae1; --mark: #8a4b00; --ground-mark: #fff1dc; }
@@ -69,7 +71,7 @@ h2 { margin: 3rem 0 .5rem; padding-top: 1rem; border-top: 1px solid var(--line);
 h3 { margin: 0 0 .25rem; font-size: 1.05rem; }
 p { max-width: 48rem; }
 a { color: inherit; }
-.simulated { display: inline-block; margin: 0; padding: .25rem .75rem; border-radius: .4rem; font-weight: 600;
+.notice { display: inline-block; margin: 0; padding: .25rem .75rem; border-radius: .4rem; font-weight: 600;
   color: var(--mark); background: var(--ground-mark); }
 .provenance { padding-left: 1.2rem; color: var(--muted); font-size: .9rem; }
 nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; padding: 0; list-style: none; }
@@ -103,10 +105,12 @@ class Section:
     table: Table | None = None
 
 
-def page(title: str, provenance: list[str], sections: list[Section]) -> str:
+def page(
+    title: str, provenance: list[str], sections: list[Section], *, notice: str | None = SIMULATED_NOTICE
+) -> str:
     """The HTML page, about 5 MB because the drawing library is in it; all text is escaped.
 
-    `provenance` says where the numbers come from: version, cost model, date, command.
+    `provenance` says where the numbers come from: version, cost model, date, command. `notice` stands out above it.
     """
     from plotly.offline import get_plotlyjs
 
@@ -128,7 +132,7 @@ def page(title: str, provenance: list[str], sections: list[Section]) -> str:
         "<body>",
         "<header>",
         f"<h1>{escape(title)}</h1>",
-        '<p class="simulated">All figures are simulated on a virtual clock, not measured on hardware.</p>',
+        *([f'<p class="notice">{escape(notice)}</p>'] if notice else []),
         '<ul class="provenance">',
         *(f"<li>{escape(line)}</li>" for line in provenance),
         "</ul>",
@@ -204,45 +208,9 @@ def loss_bars(reports: Sequence[SimulationReport], title: str) -> Figure:
 
 def calibration(reports: Sequence[SimulationReport], title: str) -> Figure:
     """Output tokens over those expected at admission, by groups of equal expectation; bars from P10 to P90."""
-    from plotly.graph_objects import Scatter
-
     names, shared = _run_names(reports)
-    figure = _figure(title, f"Output tokens expected{shared}", "Output tokens, mean of the group")
-    for index, report in enumerate(reports):
-        groups = report.calibration
-        figure.add_trace(
-            Scatter(
-                name=f"{report.workload}, {names[_run(report)]}",
-                x=groups.expected,
-                y=groups.actual,
-                mode="markers",
-                marker_color=OTHER_COLOURS[index % len(OTHER_COLOURS)],
-                error_y={
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [
-                        max(high - mean, 0)
-                        for high, mean in zip(groups.actual_p90, groups.actual, strict=True)
-                    ],
-                    "arrayminus": [
-                        max(mean - low, 0) for low, mean in zip(groups.actual_p10, groups.actual, strict=True)
-                    ],
-                },
-                hovertemplate="expected %{x:,.0f}, came %{y:,.0f}<extra></extra>",
-            )
-        )
-    ends = [
-        value for report in reports for value in (*report.calibration.expected, *report.calibration.actual)
-    ]
-    span = [max(min(ends, default=1.0), 1.0), max(ends, default=1.0)]
-    figure.add_trace(
-        Scatter(
-            name="as expected", x=span, y=span, mode="lines", line={"color": NEUTRAL_COLOUR, "dash": "dot"}
-        )
-    )
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(type="log")
-    return figure
+    groups = [(f"{report.workload}, {names[_run(report)]}", report.calibration) for report in reports]
+    return _calibration_figure(groups, title, f"Output tokens expected{shared}")
 
 
 def over_time(report: SimulationReport) -> Figure:
@@ -382,6 +350,174 @@ def scaling_lines(
     return figure
 
 
+def run_page(document: dict[str, Any]) -> str:
+    """The HTML page of a real run, from its JSON report (`jobs.run_report`)."""
+    summary, all_runs = document["summary"], document["all_runs"]
+    done = f"{summary['completed']:,} completed, {summary['failed']:,} failed"
+    if summary["num_done"]:
+        done += f", {summary['num_done']:,} done before"
+    text = (
+        f"{document['status'].capitalize()}: {done}, of {summary['total']:,} lines. "
+        f"{summary['num_prompt_tokens']:,} prompt tokens ({summary['cached_ratio']:.1%} of them shared) and "
+        f"{summary['num_output_tokens']:,} output tokens of finished requests, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s."
+    )
+    if all_runs["num_runs"] > 1:
+        text += (
+            f"\n\nThis is run {all_runs['num_runs']} of the job; all together took {all_runs['wall_s']:,.1f} s "
+            f"and completed {all_runs['completed']:,} lines. The figures below are of this run."
+        )
+    timeline = document["timeline"]
+    sections = [
+        Section("Result", text, [], _run_table(document["runs"])),
+        Section(
+            "Over time",
+            "Tokens are those computed, recomputed ones included. The blend is the modelled time of "
+            "compute-bound and of memory-bound work.",
+            [_rates_over_time(timeline), _shares_over_time(timeline)],
+        ),
+    ]
+    lengths = document["output_lengths"]
+    if lengths["expected"]:
+        from blendserve.simulator import Calibration
+
+        groups = Calibration(
+            **{name: lengths[name] for name in Calibration.__dataclass_fields__}  # a document may hold more
+        )
+        figure = _calibration_figure(
+            [("requests of this run", groups)],
+            "Output lengths: expected at admission, and come",
+            "Output tokens expected",
+        )
+        ratio = lengths["actual_to_expected_ratio"]
+        words = (
+            f"All together, outputs had {ratio:.2f} times the tokens expected. Declared lengths are left out."
+        )
+        sections.append(Section("Output lengths", words, [figure]))
+    if failures := summary["failures_by_code"]:
+        rows = [[code, f"{count:,}"] for code, count in failures.items()]
+        sections.append(Section("Failures", "", [], Table(["code", "lines"], rows)))
+    if document["plan"]:
+        sections.append(Section("Plan", "As planned before the run.", [], _facts_table(document["plan"])))
+    sections.append(Section("Configuration", "", [], _facts_table(document["configuration"])))
+    provenance = [
+        f"{document['model']} on engine {document['engine']} under policy {document['policy']}",
+        f"from {document['input']} to {document['output']}",
+        ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
+    ]
+    return page("BlendServe run", provenance, sections, notice=None)
+
+
+def _run_table(runs: list[dict[str, Any]]) -> Table:
+    """A row per run of the job, with cost and energy where they are known."""
+    headings = [
+        "run",
+        "started",
+        "status",
+        "time",
+        "completed",
+        "failed",
+        "output tokens",
+        "retried",
+        "restarts",
+    ]
+    has_cost = any("cost" in run for run in runs)
+    has_energy = any("energy_j" in run for run in runs)
+    headings += ["cost", "per 1M tokens"] if has_cost else []
+    headings += ["energy"] if has_energy else []
+    rows = []
+    for number, run in enumerate(runs, 1):
+        row = [
+            str(number),
+            run["started"],
+            run["status"],
+            f"{run['wall_s']:,.1f} s",
+            f"{run['completed']:,}",
+            f"{run['failed']:,}",
+            f"{run['num_output_tokens']:,}",
+            f"{run['num_retried_requests']:,}",
+            f"{run['num_engine_restarts']:,}",
+        ]
+        if has_cost:
+            price = run.get("cost") or {}
+            row += [_number(price.get("total")), _number(price.get("per_million_tokens"))]
+        if has_energy:
+            row.append(f"{run['energy_j']:,.0f} J" if "energy_j" in run else "")
+        rows.append(row)
+    return Table(headings, rows)
+
+
+def _facts_table(facts: dict[str, Any]) -> Table:
+    """Names and values, nested ones with dotted names."""
+    rows: list[list[str]] = []
+
+    def add(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}.", value)
+            else:
+                rows.append([prefix + name, _number(value)])
+
+    add("", facts)
+    return Table(["name", "value"], rows)
+
+
+def _number(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _rates_over_time(timeline: dict[str, list[float]]) -> Figure:
+    """Tokens computed per second, prefill below and decode on top."""
+    from plotly.graph_objects import Scatter
+
+    figure = _figure("Tokens per second", "Time since the run began (s)", "Tokens computed per second")
+    for name, field, colour in (
+        ("prefill", "prefill_tokens_per_s", OTHER_COLOURS[0]),
+        ("decode", "decode_tokens_per_s", OTHER_COLOURS[1]),
+    ):
+        figure.add_trace(
+            Scatter(
+                name=name,
+                x=timeline["elapsed_s"],
+                y=timeline[field],
+                mode="lines",
+                stackgroup="tokens",
+                # A value is the mean of the span that ends at its time.
+                line={"color": colour, "shape": "vh", "width": 1.0},
+                hovertemplate=f"{name} %{{y:,.0f}} tokens/s at %{{x:,.1f}} s<extra></extra>",
+            )
+        )
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def _shares_over_time(timeline: dict[str, list[float]]) -> Figure:
+    """Compute's share of the modelled time, and how full the KV memory was."""
+    from plotly.graph_objects import Scatter
+
+    figure = _figure("Blend and KV memory", "Time since the run began (s)", "Share (%)")
+    for name, field, colour in (
+        ("compute in the blend", "compute_ratio", OTHER_COLOURS[0]),
+        ("KV memory used", "kv_usage_ratio", OTHER_COLOURS[2]),
+    ):
+        figure.add_trace(
+            Scatter(
+                name=name,
+                x=timeline["elapsed_s"],
+                y=timeline[field],
+                mode="lines",
+                line={"color": colour, "shape": "vh", "width": 1.5},
+                hovertemplate=f"{name} %{{y:.1%}} at %{{x:,.1f}} s<extra></extra>",
+            )
+        )
+    figure.update_yaxes(tickformat=".0%", range=[0.0, 1.05])
+    return figure
+
+
 class _Run(NamedTuple):
     """What tells apart the runs of one workload."""
 
@@ -416,6 +552,44 @@ def _run_names(reports: Sequence[SimulationReport]) -> tuple[dict[_Run, str], st
     shared = [f"overlap {overlap}" for overlap in overlaps if len(overlaps) == 1]
     shared += [f"lengths {known}" for known in lengths if len(lengths) == 1]
     return names, f" ({', '.join(shared)})" if shared else ""
+
+
+def _calibration_figure(groups: list[tuple[str, Calibration]], title: str, x_title: str) -> Figure:
+    """Lengths that came over those expected, with bars from P10 to P90, for each named calibration."""
+    from plotly.graph_objects import Scatter
+
+    figure = _figure(title, x_title, "Output tokens, mean of the group")
+    for index, (name, group) in enumerate(groups):
+        figure.add_trace(
+            Scatter(
+                name=name,
+                x=group.expected,
+                y=group.actual,
+                mode="markers",
+                marker_color=OTHER_COLOURS[index % len(OTHER_COLOURS)],
+                error_y={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [
+                        max(high - mean, 0) for high, mean in zip(group.actual_p90, group.actual, strict=True)
+                    ],
+                    "arrayminus": [
+                        max(mean - low, 0) for low, mean in zip(group.actual_p10, group.actual, strict=True)
+                    ],
+                },
+                hovertemplate="expected %{x:,.0f}, came %{y:,.0f}<extra></extra>",
+            )
+        )
+    ends = [value for _, group in groups for value in (*group.expected, *group.actual)]
+    span = [max(min(ends, default=1.0), 1.0), max(ends, default=1.0)]
+    figure.add_trace(
+        Scatter(
+            name="as expected", x=span, y=span, mode="lines", line={"color": NEUTRAL_COLOUR, "dash": "dot"}
+        )
+    )
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log")
+    return figure
 
 
 def _grouped_bars(

@@ -14,6 +14,7 @@ import blendserve
 from blendserve.cli import app
 from blendserve.engines import EngineConfig
 from blendserve.jobs.setup import InputConfig, JobConfig
+from blendserve.jobs.telemetry import TelemetryConfig
 from blendserve.planner.plan import PlanConfig
 from blendserve.planner.tree_order import OrderConfig
 
@@ -41,6 +42,7 @@ ONLY_IN = {
     "tokenizers": ("tokenizer.py",),
     "httpx2": ("engines/openai_server.py",),
     "plotly": ("report.py",),
+    "prometheus_client": ("jobs/metrics.py",),
     "rich": ("cli/",),
     "typer": ("cli/",),
 }
@@ -99,6 +101,8 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
         "vllm",
         "sglang",
         "fastapi",
+        "plotly",
+        "prometheus_client",
     )
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -113,7 +117,9 @@ def options_of(command: str) -> set[str]:
     return {parameter.name for parameter in group.commands[command].params if parameter.name}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, JobConfig])
+@pytest.mark.parametrize(
+    "config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, JobConfig, TelemetryConfig]
+)
 def test_every_setting_is_a_flag_of_run(config: type) -> None:
     assert is_dataclass(config)
     options = options_of("run")
@@ -126,5 +132,6 @@ def test_every_setting_is_a_flag_of_run(config: type) -> None:
 
 def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
     only_run = {"output", "errors", "overwrite", "attention_backend", "num_threads", "policy", "plan_file"}
+    only_run |= {field.name for field in fields(TelemetryConfig)} | {"progress", "quiet"}
     server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}
     assert options_of("run") - only_run - server <= options_of("plan")

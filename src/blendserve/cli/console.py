@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_SOME_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
-console = Console(
-    stderr=True,
-    highlight=False,
-    soft_wrap=True,
-    # A log file has no width; tables must not be cut to that of an old terminal.
-    width=None if sys.stderr.isatty() else 160,
-)
+def _stderr() -> Console:
+    return Console(
+        stderr=True,
+        highlight=False,
+        soft_wrap=True,
+        # A log file has no width; tables must not be cut to that of an old terminal.
+        width=None if sys.stderr.isatty() else 160,
+    )
+
+
+console = _stderr()
+"""what `--quiet` leaves out"""
+essential = _stderr()
+"""errors, progress that was asked for, and the last summary"""
 
 
 @contextmanager
@@ -43,7 +50,7 @@ def reported_errors() -> Iterator[None]:
 
 def fail(message: str, code: int) -> NoReturn:
     """Print why, and exit."""
-    console.print(Text.assemble(("error: " if code == EXIT_CANNOT_RUN else "", "bold red"), message))
+    essential.print(Text.assemble(("error: " if code == EXIT_CANNOT_RUN else "", "bold red"), message))
     raise typer.Exit(code)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from blendserve.cli.progress import PROGRESS_HELP, ProgressMode
 from blendserve.engines import (
     DEFAULT_MAX_CONCURRENCY,
     DEFAULT_REQUEST_TIMEOUT_S,
@@ -15,6 +18,8 @@ from blendserve.engines import (
     EngineName,
 )
 from blendserve.errors import ConfigError
+from blendserve.jobs.event_log import MAX_LINES_PER_EVENT
+from blendserve.jobs.telemetry import LogLevel, TelemetryConfig
 from blendserve.models import BUNDLED_MODEL
 from blendserve.planner.plan import PlanConfig
 from blendserve.planner.tree_order import OrderConfig
@@ -22,10 +27,12 @@ from blendserve.scheduling.policies import PolicyName
 
 PLAN_DEFAULTS = PlanConfig()
 ENGINE_DEFAULTS = EngineConfig()
+TELEMETRY_DEFAULTS = TelemetryConfig()
 
 
 MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Planning"
 SERVER_PANEL = "Server (--engine openai)"
+TELEMETRY_PANEL = "Progress and reports"
 
 InputPath = Annotated[
     str,
@@ -223,6 +230,62 @@ Seed = Annotated[
         rich_help_panel=PLANNER_PANEL,
     ),
 ]
+ProgressOption = Annotated[
+    ProgressMode, typer.Option("--progress", help=PROGRESS_HELP, rich_help_panel=TELEMETRY_PANEL)
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="Print errors and the last summary only; no progress either unless --progress asks for it.",
+        rich_help_panel=TELEMETRY_PANEL,
+    ),
+]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Append what happens as JSON lines: time, level, event, fields. Each event is written at most "
+        f"{MAX_LINES_PER_EVENT:,} times, then counted.",
+        rich_help_panel=TELEMETRY_PANEL,
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option("--log-level", help="Least level of the log.", rich_help_panel=TELEMETRY_PANEL)
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Serve Prometheus metrics at this port while the job runs; 0 takes a free one and prints it.",
+        rich_help_panel=TELEMETRY_PANEL,
+    ),
+]
+MetricsHost = Annotated[
+    str,
+    typer.Option(
+        help="Address of the metrics; they have no password, so think before opening them to others.",
+        rich_help_panel=TELEMETRY_PANEL,
+    ),
+]
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report/--no-report",
+        help="Write OUT.report.json, and OUT.report.html where plotly is installed, beside the output.",
+        rich_help_panel=TELEMETRY_PANEL,
+    ),
+]
+CostPerHour = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Price of the machine, in any currency; the report then says what the run cost.",
+        rich_help_panel=TELEMETRY_PANEL,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output at the end.")]
 
 
@@ -261,6 +324,11 @@ def plan_config(options: dict[str, Any]) -> PlanConfig:
         min_samples_per_subtree=options["min_samples_per_subtree"],
         seed=options["seed"],
     )
+
+
+def telemetry_config(options: dict[str, Any]) -> TelemetryConfig:
+    """From the locals of a command, which are its options."""
+    return TelemetryConfig(**{field.name: options[field.name] for field in fields(TelemetryConfig)})
 
 
 def chosen(flag: str, text: str, allowed: tuple[Any, ...]) -> list[Any]:

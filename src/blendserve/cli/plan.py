@@ -40,6 +40,7 @@ from blendserve.cli.options import (
     engine_config,
     plan_config,
 )
+from blendserve.cli.progress import ProgressDisplay
 from blendserve.engines import EngineConfig, open_engine
 from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model, plan_job
 from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
@@ -117,11 +118,12 @@ def plan_command(
         raise typer.Exit(EXIT_SOME_FAILED if job.prepared.errors else EXIT_OK)
 
 
-def read_and_plan(config: JobConfig, done: set[str]) -> PlannedJob:
+def read_and_plan(config: JobConfig, done: set[str], display: ProgressDisplay | None = None) -> PlannedJob:
     """Everything before the model is loaded, with a line on what was read."""
     files = find_model(config, console.print)
     started_s = time.perf_counter()
-    job = plan_job(config, files, done)
+    with display or ProgressDisplay() as shown:
+        job = plan_job(config, files, done, shown.preparing)
     prepared = job.prepared
     skipped = f", {prepared.num_done:,} done before" if prepared.num_done else ""
     console.print(

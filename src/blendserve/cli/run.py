@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from blendserve.cli.console import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_SOME_FAILED,
     console,
+    essential,
     fail,
     print_json,
     reported_errors,
@@ -28,12 +28,14 @@ from blendserve.cli.options import (
     ENGINE_DEFAULTS,
     PLAN_DEFAULTS,
     PLANNER_PANEL,
+    TELEMETRY_DEFAULTS,
     AnyModel,
     ApiKeyEnv,
     AsJson,
     Attention,
     BaseUrl,
     BlockSize,
+    CostPerHour,
     DtypeOption,
     Engine,
     FreeUnusedPrefixes,
@@ -42,16 +44,23 @@ from blendserve.cli.options import (
     KvCacheMemory,
     KvCacheTokens,
     Limit,
+    LogFile,
+    LogLevelOption,
     MaxConcurrency,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MergeGap,
+    MetricsHost,
+    MetricsPort,
     MinSamples,
     Model,
     NumThreads,
     OutputTokensField,
     Policy,
+    ProgressOption,
+    Quiet,
+    Report,
     RequestTimeout,
     SampleRatio,
     Seed,
@@ -60,15 +69,28 @@ from blendserve.cli.options import (
     SplitGap,
     engine_config,
     plan_config,
+    telemetry_config,
 )
 from blendserve.cli.plan import print_plan, print_refused, read_and_plan, simulated_cost
-from blendserve.errors import ConfigError
+from blendserve.cli.progress import ProgressDisplay
+from blendserve.errors import BlendServeError, ConfigError
+from blendserve.jobs.event_log import event_log
+from blendserve.jobs.metrics import JobMetrics, metrics_endpoint
+from blendserve.jobs.run_report import (
+    RunReport,
+    Status,
+    earlier_runs,
+    report_paths,
+    summary_document,
+    versions,
+)
 from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model
+from blendserve.jobs.telemetry import Telemetry, TelemetryConfig
 
 if TYPE_CHECKING:
     from blendserve.jobs.job import JobProgress, JobSummary
 
-PLAIN_PROGRESS_EVERY_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 def run_command(
@@ -126,6 +148,14 @@ def run_command(
     split_gap: SplitGap = PLAN_DEFAULTS.order.split_gap,
     merge_gap: MergeGap = PLAN_DEFAULTS.order.merge_gap,
     seed: Seed = 0,
+    progress: ProgressOption = "auto",
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+    log_level: LogLevelOption = TELEMETRY_DEFAULTS.log_level,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = TELEMETRY_DEFAULTS.metrics_host,
+    report: Report = TELEMETRY_DEFAULTS.report,
+    cost_per_hour: CostPerHour = None,
 ) -> None:
     """Run a batch file and write the results.
 
@@ -144,55 +174,145 @@ def run_command(
             seed=seed,
         )
         config.engine.check()
+        reporting = telemetry_config(locals())
+        console.quiet = quiet or progress == "json"
+        display = ProgressDisplay("none" if quiet and progress == "auto" else progress)
         if config.engine.engine == "simulated":
-            _refuse_output(output)
-            _simulate(config, as_json)
+            _refuse_unused(output, reporting)
+            _simulate(config, as_json, display)
             return
         if output is None:
             raise ConfigError("no output named; add -o OUT.jsonl, or -o - for standard output")
         if as_json and output == "-":
             raise ConfigError("--json and -o - both need standard output; give -o a file")
-        raise typer.Exit(_run_job(config, output, errors, overwrite, as_json))
+        metrics = JobMetrics()
+        with ExitStack() as until_end:
+            until_end.enter_context(
+                event_log(log_file, log_level, keep_apart=(config.source.input, output, errors))
+            )
+            if metrics_port is not None:
+                url = until_end.enter_context(metrics_endpoint(metrics, metrics_host, metrics_port))
+                console.print(f"metrics  {url}")
+                _log.info("metrics_served", extra={"fields": {"url": url}})
+            code = _run_job(config, reporting, output, errors, overwrite, as_json, display, metrics)
+        raise typer.Exit(code)
 
 
-def _refuse_output(output: str | None) -> None:
+def _refuse_unused(output: str | None, reporting: TelemetryConfig) -> None:
     if output is not None:
         raise ConfigError(
             "the simulated engine generates no text, so there is nothing to write; leave -o out"
         )
+    for flag, value in (
+        ("--log-file", reporting.log_file),
+        ("--metrics-port", reporting.metrics_port),
+        ("--cost-per-hour", reporting.cost_per_hour),
+    ):
+        if value is not None:
+            raise ConfigError(f"the simulated engine runs nothing that {flag} could tell of; leave it out")
 
 
-def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool, as_json: bool) -> int:
+def _run_job(
+    config: JobConfig,
+    reporting: TelemetryConfig,
+    output: str,
+    errors: str | None,
+    overwrite: bool,
+    as_json: bool,
+    display: ProgressDisplay,
+    metrics: JobMetrics,
+) -> int:
     from blendserve.jobs.store import ResultStore
 
-    files = find_model(config, console.print)
-    with ResultStore(
-        output,
-        errors,
-        model=None if config.engine.forwards else files.name,
-        input_path=config.source.input,
-        overwrite=overwrite,
-    ) as store:
-        job = read_and_plan(config, done=store.done)
-        print_refused(job)
-        if len(job.prepared.requests):
-            print_plan(job)
-        running = job.start(store)
-        started_s = time.perf_counter()
-        try:
-            with _stopping_between_steps() as steps_until_interrupted:
-                _show_progress(steps_until_interrupted(running.run()), job.plan.summary().sequential_s)
-        except KeyboardInterrupt:
-            summary = running.summary
-            fail(
-                f"interrupted after {summary.completed:,} results, which are kept; run the same command again to go on",
-                EXIT_INTERRUPTED,
-            )
-        summary = running.summary
-    _print_summary(job, summary, time.perf_counter() - started_s)
+    started_s = time.time()
+    description = {
+        "input": config.source.input,
+        "output": output,
+        "engine": config.engine.engine,
+        "policy": config.policy,
+        "configuration": {**asdict(config), "telemetry": asdict(reporting)},
+    }
+    _log.info("job_started", extra={"fields": {**description, "versions": versions()}})
+    status: Status = "failed"
+    try:
+        files = find_model(config, console.print)
+        with ResultStore(
+            output,
+            errors,
+            model=None if config.engine.forwards else files.name,
+            input_path=config.source.input,
+            overwrite=overwrite,
+        ) as store:
+            has_report = reporting.report and Path(output).is_file()
+            earlier = earlier_runs(report_paths(output).json, len(store.done)) if has_report else []
+            job = read_and_plan(config, store.done, display)
+            print_refused(job)
+            if len(job.prepared.requests):
+                print_plan(job)
+                _log.info("planned", extra={"fields": job.plan.summary()})
+            running = job.start(store)
+            telemetry = Telemetry(job.plan, running.progress)
+            metrics.watch(telemetry, files.name)
+            report = None
+            # A run that finds nothing left to do leaves the report of those before it.
+            if has_report and (len(job.prepared.requests) or not earlier):
+                report = RunReport(
+                    output,
+                    telemetry,
+                    {**description, "model": files.name},
+                    [] if overwrite else earlier,
+                    cost_per_hour=reporting.cost_per_hour,
+                    started_s=started_s,
+                )
+            running_since_s = time.perf_counter()
+            try:
+                with _stopping_between_steps() as steps_until_interrupted:
+                    steps = telemetry.watch(running.run())
+                    if report is not None:
+                        steps = report.checkpointed(steps, lambda: running.summary)
+                    display.running(steps_until_interrupted(steps), telemetry)
+                status = "complete" if running.summary.is_complete else "stopped"
+            except KeyboardInterrupt:
+                status = "interrupted"
+                fail(
+                    f"interrupted after {running.summary.completed:,} results, which are kept; "
+                    "run the same command again to go on",
+                    EXIT_INTERRUPTED,
+                )
+            finally:
+                telemetry.finish()
+                display.ended(status, telemetry)
+                written = _write_report(report, status, running.summary)
+                _log.info(
+                    "job_ended", extra={"fields": {"status": status, **summary_document(running.summary)}}
+                )
+    except (BlendServeError, KeyboardInterrupt) as error:
+        _log.error("job_failed", extra={"fields": {"reason": str(error) or type(error).__name__}})
+        raise
+    summary = running.summary
+    cost = written["cost"] if written else None
+    if display.mode != "json":
+        _print_summary(job, summary, time.perf_counter() - running_since_s, cost)
     if as_json:
-        print_json({"summary": _summary_document(job, summary), "plan": asdict(job.plan.summary())})
+        document = _summary_document(job, summary)
+        if cost is not None:
+            document["cost"] = cost
+        print_json({"summary": document, "plan": asdict(job.plan.summary())})
     return EXIT_SOME_FAILED if summary.failed else EXIT_OK
+
+
+def _write_report(report: RunReport | None, status: Status, summary: JobSummary) -> dict[str, Any] | None:
+    """Write the run's report and say where; returns the JSON. The results are safe, so a failure is only told."""
+    if report is None:
+        return None
+    try:
+        document, paths = report.write(status, summary)
+    except OSError as error:
+        essential.print(f"warning: the report was not written: {error}; the results are complete")
+        return None
+    without_page = "" if report.paths.html in paths else " (no page: pip install 'blendserve[report]' for it)"
+    console.print(f"report   {paths[0]}{without_page}")
+    return document
 
 
 @contextmanager
@@ -224,8 +344,8 @@ def _stopping_between_steps() -> Iterator[Callable[[Iterator[JobProgress]], Iter
             signal.signal(number, handler)
 
 
-def _simulate(config: JobConfig, as_json: bool) -> None:
-    job = read_and_plan(config, done=set())
+def _simulate(config: JobConfig, as_json: bool, display: ProgressDisplay) -> None:
+    job = read_and_plan(config, set(), display)
     print_refused(job)
     if len(job.prepared.requests) == 0:
         raise typer.Exit(EXIT_SOME_FAILED)
@@ -245,69 +365,32 @@ def _simulate(config: JobConfig, as_json: bool) -> None:
     raise typer.Exit(EXIT_SOME_FAILED if job.prepared.errors else EXIT_OK)
 
 
-class _RateColumn(ProgressColumn):
-    def render(self, task: Any) -> Text:
-        return Text(str(task.fields.get("facts", "")), style="cyan")
-
-
-def _show_progress(steps: Iterator[JobProgress], expected_s: float) -> None:
-    """A live bar on a terminal, a line now and then elsewhere."""
-    if not console.is_terminal:
-        next_line_s = time.perf_counter() + PLAIN_PROGRESS_EVERY_S
-        for progress in steps:
-            if time.perf_counter() >= next_line_s:
-                next_line_s += PLAIN_PROGRESS_EVERY_S
-                finished = progress.num_done + progress.completed + progress.failed
-                console.print(
-                    f"running  {finished:,}/{progress.total:,} lines, {_facts(progress, expected_s)}"
-                )
-        return
-    columns = (
-        TextColumn("running "),
-        BarColumn(),
-        TextColumn("{task.completed:,}/{task.total:,}"),
-        _RateColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, facts="")
-        for progress in steps:
-            finished = progress.num_done + progress.completed + progress.failed
-            bar.update(task, total=progress.total, completed=finished, facts=_facts(progress, expected_s))
-
-
-def _facts(progress: JobProgress, expected_s: float) -> str:
-    """Speed, load, blend and remaining time; `expected_s` is the modelled time of the whole job."""
-    modelled_s = progress.compute_s + progress.memory_s
-    if not modelled_s:
-        return ""
-    computed = progress.num_prefill_tokens + progress.num_decode_tokens
-    facts = [
-        f"{computed / progress.engine_s:,.0f} tok/s computed",
-        f"{progress.num_running} running",
-        f"KV {progress.kv_usage_ratio:.0%}",
-        f"blend {progress.compute_s / modelled_s:.0%} compute",
-        f"~{max(expected_s / modelled_s - 1.0, 0.0) * progress.engine_s:,.0f} s left",
-    ]
-    if progress.failed:
-        facts.append(f"{progress.failed:,} failed")
-    return ", ".join(facts)
-
-
-def _print_summary(job: PlannedJob, summary: JobSummary, wall_s: float) -> None:
+def _print_summary(
+    job: PlannedJob, summary: JobSummary, wall_s: float, cost: dict[str, float | None] | None
+) -> None:
     parts = [f"{summary.completed:,} completed", f"{summary.failed:,} failed"]
     if summary.num_done:
         parts.append(f"{summary.num_done:,} done before")
-    console.print(f"done     {', '.join(parts)} in {wall_s:.1f} s")
-    if not summary.num_steps:
-        return
-    console.print(
-        f"tokens   {summary.num_prompt_tokens:,} prompt ({summary.num_cached_tokens:,} of them shared, "
-        f"{summary.cached_ratio:.1%}) + {summary.num_output_tokens:,} output = {summary.tokens_per_s:,.0f} tok/s"
-    )
-    console.print(f"blend    {_blend_verdict(job, summary)}")
+    essential.print(f"done     {', '.join(parts)} in {wall_s:.1f} s")
+    if summary.num_steps:
+        essential.print(
+            f"tokens   {summary.num_prompt_tokens:,} prompt ({summary.num_cached_tokens:,} of them shared, "
+            f"{summary.cached_ratio:.1%}) + {summary.num_output_tokens:,} output "
+            f"= {summary.tokens_per_s:,.0f} tok/s"
+        )
+        essential.print(f"blend    {_blend_verdict(job, summary)}")
+    if summary.num_retried_requests or summary.num_engine_restarts:
+        essential.print(
+            f"retried  {summary.num_retried_requests:,} requests, "
+            f"{summary.num_engine_restarts:,} engine restarts"
+        )
     for code, count in summary.failures_by_code.items():
-        console.print(f"failed   {count:,} × {code}")
+        essential.print(f"failed   {count:,} × {code}")
+    if cost is not None:
+        each = cost["per_million_tokens"]
+        essential.print(
+            f"cost     {cost['total']:.4g}" + (f", {each:.4g} per million tokens" if each else "")
+        )
 
 
 def _blend_verdict(job: PlannedJob, summary: JobSummary) -> str:
@@ -324,11 +407,8 @@ def _blend_verdict(job: PlannedJob, summary: JobSummary) -> str:
 
 
 def _summary_document(job: PlannedJob, summary: JobSummary) -> dict[str, Any]:
-    document = asdict(summary)
-    return document | {
+    return summary_document(summary) | {
         "policy": job.config.policy,
         "engine": job.config.engine.engine,
         "model": job.files.name,
-        "cached_ratio": summary.cached_ratio,
-        "tokens_per_s": summary.tokens_per_s,
     }

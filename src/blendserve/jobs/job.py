@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,13 @@ from blendserve.errors import EngineError
 from blendserve.jobs.openai_format import LineError, Tokenizer, failure_line, success_line
 from blendserve.jobs.prepare import Prepared
 from blendserve.jobs.store import ResultStore
-from blendserve.request import Completion, Failure, Result, StepStats
+from blendserve.request import Completion, Failure, Result, StepOutput, StepStats
 
 if TYPE_CHECKING:
     from blendserve.engines import Engine
     from blendserve.scheduling.policy import Policy
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,6 +58,11 @@ class JobProgress:
     """sum of the step durations, by the engine's clock; the simulator's is virtual"""
     compute_s: float = 0.0
     memory_s: float = 0.0
+    num_retried_requests: int = 0
+    """requests that ran again after a failure that was not theirs or may pass"""
+    num_engine_restarts: int = 0
+    step: StepOutput | None = None
+    """the last step, whole"""
 
     def add_step(self, stats: StepStats) -> None:
         """Count one engine step."""
@@ -91,6 +99,8 @@ class JobSummary:
     engine_s: float
     compute_s: float
     memory_s: float
+    num_retried_requests: int = 0
+    num_engine_restarts: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -159,6 +169,7 @@ class Job:
                         self._take(request, result)
                     self._store.sync_if_due()
                     progress.add_step(output.stats)
+                    progress.step = output
                     progress.elapsed_s = time.perf_counter() - started_s
                     yield progress
             if num_open := int(np.count_nonzero(~self._is_answered)):
@@ -190,6 +201,8 @@ class Job:
             engine_s=progress.engine_s,
             compute_s=progress.compute_s,
             memory_s=progress.memory_s,
+            num_retried_requests=progress.num_retried_requests,
+            num_engine_restarts=progress.num_engine_restarts,
         )
 
     def _take(self, request: int, result: Result) -> None:
@@ -242,3 +255,4 @@ class Job:
         self._store.write_error(failure_line(error))
         self.progress.failed += 1
         self.progress.failures_by_code[error.code] += 1
+        _log.warning("line_failed", extra={"fields": error})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,12 @@ _MOST_TOKENS = 1 << 17
 """of a forwarded row, as far as planning goes"""
 _ENCODE_CHUNK = 2048
 """lines rendered and encoded at a time; bounds how many prompts exist as text"""
+_REPORT_EVERY = 2048
+"""lines between two calls of `on_progress`"""
+
+Phase = Literal["reading", "planning"]
+OnProgress = Callable[[Phase, int], None]
+"""told what is being done, and to how many lines so far"""
 
 
 @dataclass(slots=True)
@@ -57,6 +64,7 @@ def prepare(
     limit: int | None = None,
     done: Set[str] = frozenset(),
     seed: int = 0,
+    on_progress: OnProgress | None = None,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
@@ -73,6 +81,8 @@ def prepare(
     def admitted() -> Iterator[Row]:
         nonlocal num_lines, num_done
         for row in islice(rows, limit):
+            if on_progress is not None and num_lines % _REPORT_EVERY == 0:
+                on_progress("reading", num_lines)
             num_lines += 1
             first_line = (
                 first_lines.setdefault(row.custom_id, row.line) if row.custom_id is not None else row.line

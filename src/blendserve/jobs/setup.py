@@ -10,7 +10,7 @@ from blendserve.cost_model import CostModel
 from blendserve.engines import EngineConfig, open_engine
 from blendserve.jobs.job import Job
 from blendserve.jobs.openai_format import read_rows
-from blendserve.jobs.prepare import Prepared, prepare
+from blendserve.jobs.prepare import OnProgress, Prepared, prepare
 from blendserve.jobs.store import ResultStore
 from blendserve.models import ModelFiles, remote_model, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
@@ -87,7 +87,9 @@ def _names_no_model(config: JobConfig) -> bool:
     return config.engine.forwards and source.model is None and source.served_model_name is None
 
 
-def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob:
+def plan_job(
+    config: JobConfig, files: ModelFiles, done: set[str], on_progress: OnProgress | None = None
+) -> PlannedJob:
     """Read, check and plan the lines that are not `done`.
 
     Raises:
@@ -109,7 +111,10 @@ def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob
         limit=source.limit,
         done=done,
         seed=config.seed,
+        on_progress=on_progress,
     )
+    if on_progress is not None:
+        on_progress("planning", prepared.num_lines)
     if config.plan_file is not None:
         plan = Plan.load(config.plan_file, prepared.requests, cost_model)
     else:

@@ -6,6 +6,7 @@ scheduler exactly, and an external engine's admission window by estimate.
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
 
 Floats = NDArray[np.float64]
+
+_log = logging.getLogger(__name__)
 
 FIRST_REPLAN_AFTER = 16
 """completions after which estimates are first renewed; afterwards whenever their number has doubled"""
@@ -135,6 +138,13 @@ class Policy:
         """Order `plan` anew at the present estimates; once many have finished, without splitting more leaves."""
         early = self._estimator.num_finished < SPLIT_UNTIL_RATIO * self.plan.num_requests
         self.plan = self.plan.reordered(self.output_tokens_est, keep_split=not early)
+        if _log.isEnabledFor(logging.INFO):
+            facts = {
+                "num_finished": self._estimator.num_finished,
+                "expected_output_tokens": float(self.output_tokens_est.sum()),
+                "num_split": self.plan.leaf_order.num_split,
+            }
+            _log.info("replanned", extra={"fields": facts})
 
 
 class OrderedPolicy(Policy):
