@@ -35,7 +35,16 @@ class Engine(Protocol):
     max_model_len: int
 
     def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
-        """Run all `requests`; every request appears in exactly one `StepOutput.results`."""
+        """Run all `requests`; every request appears in exactly one `StepOutput.results`.
+
+        Raises:
+            StepError: a step failed; requests without a result can be run again.
+            EngineDiedError: likewise, but only by a new engine.
+        """
+        ...
+
+    def stop_admitting(self) -> None:
+        """Let `run` end as soon as what runs now has its results; the other requests get none."""
         ...
 
     def close(self) -> None:
