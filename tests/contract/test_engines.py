@@ -1,5 +1,6 @@
 """What every engine promises to the job that drives it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
+from blendserve.engines.process import ProcessExecutor
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.errors import ConfigError
 from blendserve.planner.plan import make_plan
@@ -30,8 +32,19 @@ def checkpoint(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.fixture(params=["simulated", "native-c", "native-torch"])
-def open_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[OpenEngine]:
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
+    """Executors in processes by their sizes; starting one takes seconds."""
+    opened: dict[tuple[int, int], ProcessExecutor] = {}
+    yield opened
+    for executor in opened.values():
+        executor.close()
+
+
+@pytest.fixture(params=["simulated", "native-c", "native-torch", "process-c"])
+def open_engine(
+    request: pytest.FixtureRequest, checkpoint: Path, processes: dict[tuple[int, int], ProcessExecutor]
+) -> Iterator[OpenEngine]:
     opened: list[Engine] = []
 
     def make(num_blocks: int = 64, block_size: int = 8, **limits: int) -> Engine:
@@ -39,18 +52,27 @@ def open_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Op
             executor: Any = SimulatedExecutor(COST_MODEL)
             executor.block_size, executor.num_blocks = block_size, num_blocks
         else:
-            executor = TorchExecutor(
+            place, backend = request.param.split("-")
+            open_executor = functools.partial(
+                TorchExecutor,
                 checkpoint,
                 None,
                 cost_model=COST_MODEL,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                attention_backend=request.param.removeprefix("native-"),
+                attention_backend=backend,
             )
+            if place == "process":
+                sizes = (num_blocks, block_size)
+                executor = processes.get(sizes) or ProcessExecutor(open_executor, COST_MODEL)
+                processes[sizes] = executor
+            else:
+                executor = open_executor()
         engine = BatchingEngine(
             executor, SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8} | limits)
         )
-        opened.append(engine)
+        if request.param != "process-c":
+            opened.append(engine)
         return engine
 
     yield make

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel, StepCost
-from blendserve.errors import EngineDiedError, StepError
+from blendserve.errors import BlendServeError, EngineDiedError, StepError
 from blendserve.request import Completion, Failure, RequestTable, Result, StepOutput, StepStats
 from blendserve.scheduling.batch import Batch
 from blendserve.scheduling.policy import Policy
@@ -67,9 +67,11 @@ def collected(executor: Executor, request: int) -> Result:
     except EngineDiedError:
         raise
     except Exception as error:
-        return Failure(
-            "engine_error", f"The output cannot be turned into a result: {type(error).__name__}: {error}"
-        )
+        return Failure("engine_error", f"The output cannot be turned into a result: {_described(error)}")
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, BlendServeError) else f"{type(error).__name__}: {error}"
 
 
 class BatchingEngine:
@@ -105,7 +107,7 @@ class BatchingEngine:
             except EngineDiedError as error:
                 raise EngineDiedError(str(error), batch.requests.tolist()) from error
             except Exception as error:  # whatever a model, a kernel or an allocator raises
-                raise StepError(f"{type(error).__name__}: {error}", batch.requests.tolist()) from error
+                raise StepError(_described(error), batch.requests.tolist()) from error
             done = scheduler.update(batch, step.finished, step.duration_s)
             results = []
             for request, num_cached_tokens, output_tokens_est in done:
