@@ -125,4 +125,5 @@ def test_every_setting_is_a_flag_of_run(config: type) -> None:
 
 def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
     only_run = {"output", "errors", "overwrite", "attention_backend", "num_threads", "policy", "plan_file"}
+    only_run |= {"engine_process", "max_engine_restarts", "deadline", "max_time", "finalize"}
     assert options_of("run") - only_run <= options_of("plan")

@@ -111,6 +111,21 @@ Attention = Annotated[
 NumThreads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads. Default: all cores.", rich_help_panel=ENGINE_PANEL)
 ]
+EngineProcess = Annotated[
+    bool,
+    typer.Option(
+        help="Run the native engine in a process of its own, whose death the job survives.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+MaxEngineRestarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Restarts of an engine that dies, in a row without a result in between.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
 Policy = Annotated[
     PolicyName,
     typer.Option(
@@ -188,6 +203,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         free_unused_prefixes=options["free_unused_prefixes"],
         attention_backend=options.get("attention_backend", ENGINE_DEFAULTS.attention_backend),
         num_threads=options.get("num_threads"),
+        engine_process=options.get("engine_process", ENGINE_DEFAULTS.engine_process),
     )
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from blendserve.cli.console import (
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_OUT_OF_TIME,
     EXIT_SOME_FAILED,
     console,
     fail,
@@ -34,11 +38,13 @@ from blendserve.cli.options import (
     BlockSize,
     DtypeOption,
     Engine,
+    EngineProcess,
     FreeUnusedPrefixes,
     Hardware,
     InputPath,
     KvCacheMemory,
     Limit,
+    MaxEngineRestarts,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -57,7 +63,9 @@ from blendserve.cli.options import (
     plan_config,
 )
 from blendserve.cli.plan import print_plan, print_refused, read_and_plan, simulated_cost
+from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS
 from blendserve.errors import ConfigError
+from blendserve.jobs.deadline import Deadline, seconds_left
 from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model
 
 if TYPE_CHECKING:
@@ -103,6 +111,25 @@ def run_command(
     free_unused_prefixes: FreeUnusedPrefixes = True,
     attention_backend: Attention = ENGINE_DEFAULTS.attention_backend,
     num_threads: NumThreads = None,
+    engine_process: EngineProcess = ENGINE_DEFAULTS.engine_process,
+    max_engine_restarts: MaxEngineRestarts = DEFAULT_MAX_RESTARTS,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="When to be done, e.g. 2026-12-01T06:00 or 8h from now: stops admitting requests so that what "
+            "runs can end by then, and leaves the rest for the next run.",
+        ),
+    ] = None,
+    max_time: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="The same for this run, e.g. 90m.")
+    ] = None,
+    finalize: Annotated[
+        bool,
+        typer.Option(
+            "--finalize", help="Write a batch_expired error for each line that was not run by the deadline."
+        ),
+    ] = False,
     policy: Policy = DEFAULT_POLICY,
     plan_file: Annotated[
         Path | None,
@@ -122,9 +149,13 @@ def run_command(
     Running the same command again skips the lines that already have a result.
 
     Exit codes: 0 all lines succeeded, 1 some failed (see the error file), 2 the job could not run,
-    130 interrupted (run it again to go on).
+    3 the time was up (--deadline, --max-time), 130 interrupted; after 2, 3 and 130 run it again to go on.
     """
-    with reported_errors():
+    with reported_errors(), _sigterm_is_ctrl_c():
+        left_s = seconds_left(deadline, max_time)
+        if finalize and left_s is None:
+            raise ConfigError("--finalize ends a job at its deadline; add --deadline or --max-time")
+        run_deadline = None if left_s is None else Deadline(left_s)
         config = JobConfig(
             InputConfig(source, model, served_model_name, any_model, limit, output_tokens_field),
             engine_config(locals()),
@@ -132,6 +163,7 @@ def run_command(
             policy=policy,
             plan_file=plan_file,
             seed=seed,
+            max_engine_restarts=max_engine_restarts,
         )
         if config.engine.engine == "simulated":
             _refuse_output(output)
@@ -141,7 +173,7 @@ def run_command(
             raise ConfigError("no output named; add -o OUT.jsonl, or -o - for standard output")
         if as_json and output == "-":
             raise ConfigError("--json and -o - both need standard output; give -o a file")
-        raise typer.Exit(_run_job(config, output, errors, overwrite, as_json))
+        raise typer.Exit(_run_job(config, output, errors, overwrite, as_json, run_deadline, finalize))
 
 
 def _refuse_output(output: str | None) -> None:
@@ -151,7 +183,15 @@ def _refuse_output(output: str | None) -> None:
         )
 
 
-def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool, as_json: bool) -> int:
+def _run_job(
+    config: JobConfig,
+    output: str,
+    errors: str | None,
+    overwrite: bool,
+    as_json: bool,
+    deadline: Deadline | None,
+    finalize: bool,
+) -> int:
     from blendserve.jobs.store import ResultStore
 
     files = find_model(config, console.print)
@@ -162,22 +202,56 @@ def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool
         print_refused(job)
         if len(job.prepared.requests):
             print_plan(job)
-        running = job.start(store)
-        started_s = time.perf_counter()
-        try:
-            with _stopping_between_steps() as steps_until_interrupted:
-                _show_progress(steps_until_interrupted(running.run()), job.plan.summary().sequential_s)
-        except KeyboardInterrupt:
+        with closing(
+            job.start(store, deadline=deadline, finalize=finalize, on_event=_print_event)
+        ) as running:
+            started_s = time.perf_counter()
+            try:
+                with _stopping_between_steps() as steps_until_interrupted:
+                    _show_progress(steps_until_interrupted(running.run()), job.plan.summary().sequential_s)
+            except KeyboardInterrupt:
+                summary = running.summary
+                fail(
+                    f"interrupted after {summary.completed:,} results, which are kept; go on with: "
+                    f"{_resume_command()}",
+                    EXIT_INTERRUPTED,
+                )
             summary = running.summary
-            fail(
-                f"interrupted after {summary.completed:,} results, which are kept; run the same command again to go on",
-                EXIT_INTERRUPTED,
-            )
-        summary = running.summary
     _print_summary(job, summary, time.perf_counter() - started_s)
     if as_json:
         print_json({"summary": _summary_document(job, summary), "plan": asdict(job.plan.summary())})
+    if not summary.is_complete:
+        num_left = summary.total - summary.num_done - summary.completed - summary.failed
+        fail(
+            f"the time is up with {num_left:,} lines left; go on with: {_resume_command()}", EXIT_OUT_OF_TIME
+        )
     return EXIT_SOME_FAILED if summary.failed else EXIT_OK
+
+
+def _print_event(line: str) -> None:
+    console.print(f"engine   {escape(line)}")
+
+
+def _resume_command() -> str:
+    """The command that goes on with this job, as it was given; without what would drop the results."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--overwrite"]
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    program = [sys.executable, "-m", "blendserve.cli"] if is_module else [Path(sys.argv[0]).name]
+    return shlex.join([*program, *arguments])
+
+
+@contextmanager
+def _sigterm_is_ctrl_c() -> Iterator[None]:
+    """Before and after the steps, SIGTERM ends the command as Ctrl-C does."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -291,6 +365,10 @@ def _print_summary(job: PlannedJob, summary: JobSummary, wall_s: float) -> None:
         f"{summary.cached_ratio:.1%}) + {summary.num_output_tokens:,} output = {summary.tokens_per_s:,.0f} tok/s"
     )
     console.print(f"blend    {_blend_verdict(job, summary)}")
+    if summary.num_retried or summary.num_restarts:
+        console.print(
+            f"engine   {summary.num_retried:,} requests run again, {summary.num_restarts:,} restarts"
+        )
     for code, count in summary.failures_by_code.items():
         console.print(f"failed   {count:,} × {code}")
 

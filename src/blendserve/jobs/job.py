@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from blendserve.errors import EngineError
-from blendserve.jobs.openai_format import LineError, Tokenizer, failure_line, success_line
+from blendserve.jobs.deadline import Deadline
+from blendserve.jobs.openai_format import LineError, Tokenizer, expired_line, failure_line, success_line
 from blendserve.jobs.prepare import Prepared
 from blendserve.jobs.store import ResultStore
 from blendserve.request import Completion, Failure, Result, StepStats
@@ -46,6 +47,12 @@ class JobProgress:
     """computed so far, recomputed ones included"""
     num_decode_tokens: int = 0
     num_retracted: int = 0
+    num_retried: int = 0
+    """requests that ran when the engine failed, and ran again"""
+    num_restarts: int = 0
+    """times that the engine died and was opened anew"""
+    is_out_of_time: bool = False
+    """whether the deadline has ended the admission of requests"""
     num_running: int = 0
     num_waiting: int = 0
     kv_usage_ratio: float = 0.0
@@ -62,6 +69,8 @@ class JobProgress:
         self.num_prefill_tokens += stats.num_prefill_tokens
         self.num_decode_tokens += stats.num_decode_tokens
         self.num_retracted += stats.num_retracted
+        self.num_retried += stats.num_retried
+        self.num_restarts += stats.num_restarts
         self.num_running = stats.num_running
         self.num_waiting = stats.num_waiting
         self.kv_usage_ratio = stats.kv_usage_ratio
@@ -86,6 +95,8 @@ class JobSummary:
     num_prefill_tokens: int
     """prompt tokens computed, and tokens computed again after a retraction"""
     num_retracted: int
+    num_retried: int
+    num_restarts: int
     num_steps: int
     elapsed_s: float
     engine_s: float
@@ -116,7 +127,10 @@ class Job:
     written stays, the store is closed, and the same job can be started again for the rest. A line of several
     completions is written when it has all of them; interrupted before, they all run again.
 
-    `engine` may be None where `prepared` has no requests. It stays open: whoever opened it closes it.
+    `engine` may be None where `prepared` has no requests. `close` closes it.
+
+    As `deadline` comes near nothing more is admitted, and when it is over the run ends. Lines without a result
+    then stay as they are, to be run later, or with `finalize` get an error of code `batch_expired`.
     """
 
     def __init__(
@@ -128,7 +142,11 @@ class Job:
         tokenizer: Tokenizer,
         *,
         model: str,
+        deadline: Deadline | None = None,
+        finalize: bool = False,
     ) -> None:
+        self._deadline = deadline
+        self._finalize = finalize
         self._prepared = prepared
         self._engine = engine
         self._policy = policy
@@ -160,8 +178,19 @@ class Job:
                     self._store.sync_if_due()
                     progress.add_step(output.stats)
                     progress.elapsed_s = time.perf_counter() - started_s
+                    if self._deadline is not None:
+                        self._deadline.add_step(output)
+                        if self._deadline.is_near and not progress.is_out_of_time:
+                            progress.is_out_of_time = True
+                            self._engine.stop_admitting()
                     yield progress
-            if num_open := int(np.count_nonzero(~self._is_answered)):
+                    if self._deadline is not None and self._deadline.is_over:
+                        break
+            num_open = int(np.count_nonzero(~self._is_answered))
+            if num_open and progress.is_out_of_time:
+                if self._finalize:
+                    self._expire()
+            elif num_open:
                 raise EngineError(
                     f"the engine left {num_open} of {len(self._is_answered)} requests "
                     "unanswered; the results so far are kept, run the job again for the rest"
@@ -185,6 +214,8 @@ class Job:
             num_output_tokens=progress.num_output_tokens,
             num_prefill_tokens=progress.num_prefill_tokens,
             num_retracted=progress.num_retracted,
+            num_retried=progress.num_retried,
+            num_restarts=progress.num_restarts,
             num_steps=progress.num_steps,
             elapsed_s=progress.elapsed_s,
             engine_s=progress.engine_s,
@@ -235,6 +266,22 @@ class Job:
         )
         self._store.write_result(line)
         self.progress.completed += 1
+
+    def close(self) -> None:
+        """Close the engine and the files."""
+        try:
+            self._store.close()
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+
+    def _expire(self) -> None:
+        """Write an error for every line that has no result."""
+        for row_index in np.unique(self._prepared.row_index[~self._is_answered]).tolist():
+            self._store.write_error(expired_line(self._prepared.rows[row_index].custom_id))
+            self.progress.failed += 1
+            self.progress.failures_by_code["batch_expired"] += 1
+        self._partial.clear()
 
     def _write_failure(self, error: LineError) -> None:
         self._store.write_error(failure_line(error))
