@@ -24,7 +24,7 @@ def model(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-NUM_LINES = 48
+NUM_LINES = 24
 
 
 class CliJob:
@@ -38,7 +38,7 @@ class CliJob:
             for number in range(NUM_LINES):
                 body = {
                     "messages": [{"role": "user", "content": f"Tell me about {number}."}],
-                    "max_tokens": 40,
+                    "max_tokens": 30,
                     "temperature": 0,
                     "ignore_eos": True,
                 }
@@ -123,7 +123,7 @@ def test_a_job_survives_the_death_of_its_engine(
 ) -> None:
     job = CliJob(model, tmp_path)
     process = job.start()
-    for count in (4, 20):
+    for count in (3, 10):
         job.wait_for_results(process, count)
         pid = engine_pid(process)
         assert pid is not None
@@ -165,8 +165,14 @@ def terminate(process: "subprocess.Popen[str]") -> None:
     process.terminate()
 
 
-@pytest.mark.parametrize("interrupt", [kill_group, terminate])
-@pytest.mark.parametrize("option", ["--engine-process", "--no-engine-process"])
+@pytest.mark.parametrize(
+    ("interrupt", "option"),
+    [
+        (kill_group, "--engine-process"),
+        (terminate, "--engine-process"),
+        (kill_group, "--no-engine-process"),
+    ],
+)
 def test_to_interrupt_keeps_what_is_done_and_prints_the_command_that_goes_on(
     model: Path,
     unbroken: dict[str, str],
@@ -212,7 +218,7 @@ def test_time_that_is_up_leaves_a_job_that_can_be_resumed(
     job = CliJob(model, tmp_path)
     done = job.run("--max-time", "0s")
     assert done.returncode == 3, done.stderr
-    assert "48 lines left" in done.stderr
+    assert f"{NUM_LINES} lines left" in done.stderr
     assert shlex.split(done.stderr.strip().rsplit("go on with: ", 1)[1]) == [
         *job.command,
         "--max-time",

@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,10 @@ from blendserve.engines.batching import BatchingEngine, StepResult
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.engines.supervised import ATTEMPTS_ALONE, MAX_GIVEN_UP_WITHOUT_SUCCESS, SupervisedEngine
 from blendserve.errors import EngineDiedError, EngineError
+from blendserve.jobs.job import Job
+from blendserve.jobs.openai_format import COMPLETIONS_URL, parse_line
+from blendserve.jobs.prepare import prepare
+from blendserve.jobs.store import ResultStore
 from blendserve.planner.plan import make_plan
 from blendserve.request import Completion, Failure, RequestTable, Result
 from blendserve.scheduling.batch import Batch
@@ -246,6 +252,48 @@ def test_a_job_can_be_stopped_while_it_waits_for_a_restart() -> None:
             yield number
 
     assert len(list(steps())) < 10
+
+
+class TokenIds:
+    """A tokenizer for prompts that are token ids already."""
+
+    vocab_size = 1000
+
+
+def test_a_job_writes_one_line_for_each_request_whatever_its_engine_does(tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": COMPLETIONS_URL, "body": {"prompt": [i], "seed": i}}
+        for i in range(100)
+    ]
+    rows = (parse_line(number, orjson.dumps(line)) for number, line in enumerate(lines, start=1))
+    prepared = prepare(rows, TokenIds(), served_model_name="m", max_model_len=100)  # type: ignore[arg-type]
+    steps = iter(range(100_000))
+
+    def fault(requests: set[int]) -> Exception | None:
+        if next(steps) in {5, 90}:
+            return EngineDiedError("killed")
+        return RuntimeError("bad kernel") if requests & {17, 18, 77} else None
+
+    def open_engine() -> BatchingEngine:
+        return BatchingEngine(FailingExecutor(fault), SchedulerConfig(max_num_seqs=32))
+
+    store = ResultStore(tmp_path / "out.jsonl", model="m")
+    engine = SupervisedEngine(open_engine, plan, sleep=lambda _: None)
+    job = Job(prepared, engine, plan(prepared.requests), store, TokenIds(), model="m")  # type: ignore[arg-type]
+    for _ in job.run():
+        pass
+    job.close()
+    results = [orjson.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    errors = [orjson.loads(line) for line in (tmp_path / "out.errors.jsonl").read_bytes().splitlines()]
+    assert sorted(line["custom_id"] for line in errors) == ["r17", "r18", "r77"]
+    assert sorted(line["custom_id"] for line in results + errors) == sorted(f"r{i}" for i in range(100))
+    for line in errors:
+        assert line["response"]["status_code"] == 500
+        assert line["response"]["body"]["error"]["code"] == "engine_error"
+        assert "bad kernel" in line["response"]["body"]["error"]["message"]
+    assert job.summary.is_complete
+    assert job.summary.num_restarts == 2
+    assert job.summary.num_retried > 3
 
 
 @settings(max_examples=30, deadline=None)

@@ -85,7 +85,14 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["blendserve.cli", "blendserve.engines.simulated", "blendserve.engines.batching"]
+    "module",
+    [
+        "blendserve.cli",
+        "blendserve.engines.simulated",
+        "blendserve.engines.batching",
+        "blendserve.engines.process",
+        "blendserve.engines.supervised",
+    ],
 )
 def test_importing_loads_no_heavy_package(module: str) -> None:
     heavy = (
