@@ -6,6 +6,8 @@ BlendServeError
 │   ├── ModelError         the model cannot be found, read or is of an unsupported type      (exit 2)
 │   └── PlanError          a saved plan does not fit the job                                 (exit 2)
 ├── EngineError            the engine broke while running; finished results are kept         (exit 2)
+│   └── StepError          one step failed; its requests can be tried again                  (retried)
+│       └── EngineDiedError  the engine is gone and must be opened anew                      (restarted)
 └── RequestError           one line of the input cannot be served; the rest of the job runs  (exit 1)
 ```
 
@@ -13,6 +15,8 @@ Each message says what was found and what to do about it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class BlendServeError(Exception):
@@ -33,6 +37,21 @@ class PlanError(ConfigError):
 
 class EngineError(BlendServeError):
     """The engine stopped working; results written so far stay valid and the job can be resumed."""
+
+
+class StepError(EngineError):
+    """A step failed and what it computed is lost; the engine can run again.
+
+    `requests` are the numbers of the requests in the step, one of which may be to blame.
+    """
+
+    def __init__(self, message: str, requests: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.requests = tuple(requests)
+
+
+class EngineDiedError(StepError):
+    """The engine's process has ended, or it can no longer run anything; only a new engine can go on."""
 
 
 class RequestError(BlendServeError):

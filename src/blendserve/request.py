@@ -86,6 +86,18 @@ class RequestTable:
         """[num_requests] prompt lengths in tokens."""
         return self.tokens.lengths
 
+    def take(self, requests: NDArray[np.integer]) -> RequestTable:
+        """The given requests, in that order; the tokens are not copied."""
+        return RequestTable(
+            tokens=self.tokens.take(requests),
+            max_tokens=self.max_tokens[requests],
+            declared_tokens=self.declared_tokens[requests],
+            params=self.params,
+            params_index=self.params_index[requests],
+            seeds=self.seeds[requests],
+            raw=None if self.raw is None else [self.raw[int(request)] for request in requests],
+        )
+
     def sampling_params(self, request: int) -> SamplingParams:
         """Sampling parameters of one request."""
         return self.params[int(self.params_index[request])]
@@ -160,6 +172,10 @@ class StepStats:
     memory_s: float = 0.0
     """modelled time of decode attention in this step"""
     num_retracted: int = 0
+    num_retried_requests: int = 0
+    """requests that were running when the engine failed before this step, and run again"""
+    num_engine_restarts: int = 0
+    """times that the engine died before this step and was opened anew"""
 
 
 @dataclass(slots=True)

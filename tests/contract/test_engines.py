@@ -1,5 +1,6 @@
 """What every engine promises to the job that drives it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.openai_server import OpenAIServer
+from blendserve.engines.process import ProcessExecutor
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.errors import ConfigError
 from blendserve.planner.plan import make_plan
@@ -34,9 +36,21 @@ def checkpoint(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.fixture(params=["simulated", "native-c", "native-torch", "openai"])
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
+    """Executors in processes by their sizes; starting one takes seconds."""
+    opened: dict[tuple[int, int], ProcessExecutor] = {}
+    yield opened
+    for executor in opened.values():
+        executor.close()
+
+
+@pytest.fixture(params=["simulated", "native-c", "native-torch", "process-c", "openai"])
 def open_engine(
-    request: pytest.FixtureRequest, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    checkpoint: Path,
+    processes: dict[tuple[int, int], ProcessExecutor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[OpenEngine]:
     opened: list[Engine] = []
     servers = ExitStack()
@@ -59,18 +73,27 @@ def open_engine(
             executor: Any = SimulatedExecutor(COST_MODEL)
             executor.block_size, executor.num_blocks = block_size, num_blocks
         else:
-            executor = TorchExecutor(
+            place, backend = request.param.split("-")
+            open_executor = functools.partial(
+                TorchExecutor,
                 checkpoint,
                 None,
                 cost_model=COST_MODEL,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                attention_backend=request.param.removeprefix("native-"),
+                attention_backend=backend,
             )
+            if place == "process":
+                sizes = (num_blocks, block_size)
+                executor = processes.get(sizes) or ProcessExecutor(open_executor, COST_MODEL)
+                processes[sizes] = executor
+            else:
+                executor = open_executor()
         engine = BatchingEngine(
             executor, SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8} | limits)
         )
-        opened.append(engine)
+        if request.param != "process-c":
+            opened.append(engine)
         return engine
 
     yield make

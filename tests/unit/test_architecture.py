@@ -88,7 +88,14 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["blendserve.cli", "blendserve.engines.simulated", "blendserve.engines.batching"]
+    "module",
+    [
+        "blendserve.cli",
+        "blendserve.engines.simulated",
+        "blendserve.engines.batching",
+        "blendserve.engines.process",
+        "blendserve.engines.supervised",
+    ],
 )
 def test_importing_loads_no_heavy_package(module: str) -> None:
     heavy = (
@@ -133,5 +140,6 @@ def test_every_setting_is_a_flag_of_run(config: type) -> None:
 def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
     only_run = {"output", "errors", "overwrite", "attention_backend", "num_threads", "policy", "plan_file"}
     only_run |= {field.name for field in fields(TelemetryConfig)} | {"progress", "quiet"}
+    only_run |= {"engine_process", "max_engine_restarts", "deadline", "max_time", "finalize"}
     server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}
     assert options_of("run") - only_run - server <= options_of("plan")

@@ -18,7 +18,7 @@ from blendserve.errors import BlendServeError
 if TYPE_CHECKING:
     from blendserve.report import Table as TextTable
 
-EXIT_OK, EXIT_SOME_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_SOME_FAILED, EXIT_CANNOT_RUN, EXIT_OUT_OF_TIME, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def _stderr() -> Console:

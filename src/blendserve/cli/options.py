@@ -171,6 +171,21 @@ KvCacheTokens = Annotated[
         rich_help_panel=SERVER_PANEL,
     ),
 ]
+EngineProcess = Annotated[
+    bool,
+    typer.Option(
+        help="Run the native engine in a process of its own, whose death the job survives.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+MaxEngineRestarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Restarts of an engine that dies, in a row without a result in between.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
 Policy = Annotated[
     PolicyName,
     typer.Option(
@@ -309,6 +324,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         max_concurrency=options.get("max_concurrency"),
         request_timeout=options.get("request_timeout"),
         kv_cache_tokens=options.get("kv_cache_tokens"),
+        engine_process=options.get("engine_process", ENGINE_DEFAULTS.engine_process),
     )
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from blendserve.cli.console import (
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_OUT_OF_TIME,
     EXIT_SOME_FAILED,
     console,
     essential,
@@ -38,6 +42,7 @@ from blendserve.cli.options import (
     CostPerHour,
     DtypeOption,
     Engine,
+    EngineProcess,
     FreeUnusedPrefixes,
     Hardware,
     InputPath,
@@ -47,6 +52,7 @@ from blendserve.cli.options import (
     LogFile,
     LogLevelOption,
     MaxConcurrency,
+    MaxEngineRestarts,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -73,7 +79,9 @@ from blendserve.cli.options import (
 )
 from blendserve.cli.plan import print_plan, print_refused, read_and_plan, simulated_cost
 from blendserve.cli.progress import ProgressDisplay
+from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS
 from blendserve.errors import BlendServeError, ConfigError
+from blendserve.jobs.deadline import Deadline, seconds_left
 from blendserve.jobs.event_log import event_log
 from blendserve.jobs.metrics import JobMetrics, metrics_endpoint
 from blendserve.jobs.run_report import (
@@ -135,6 +143,25 @@ def run_command(
     max_concurrency: MaxConcurrency = None,
     request_timeout: RequestTimeout = None,
     kv_cache_tokens: KvCacheTokens = None,
+    engine_process: EngineProcess = ENGINE_DEFAULTS.engine_process,
+    max_engine_restarts: MaxEngineRestarts = DEFAULT_MAX_RESTARTS,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="When to be done, e.g. 2026-12-01T06:00 or 8h from now: stops admitting requests so that what "
+            "runs can end by then, and leaves the rest for the next run.",
+        ),
+    ] = None,
+    max_time: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="The same for this run, e.g. 90m.")
+    ] = None,
+    finalize: Annotated[
+        bool,
+        typer.Option(
+            "--finalize", help="Write a batch_expired error for each line that was not run by the deadline."
+        ),
+    ] = False,
     policy: Policy = DEFAULT_POLICY,
     plan_file: Annotated[
         Path | None,
@@ -162,9 +189,13 @@ def run_command(
     Running the same command again skips the lines that already have a result.
 
     Exit codes: 0 all lines succeeded, 1 some failed (see the error file), 2 the job could not run,
-    130 interrupted (run it again to go on).
+    3 the time was up (--deadline, --max-time), 130 interrupted; after 2, 3 and 130 run it again to go on.
     """
-    with reported_errors():
+    with reported_errors(), _sigterm_is_ctrl_c():
+        left_s = seconds_left(deadline, max_time)
+        if finalize and left_s is None:
+            raise ConfigError("--finalize ends a job at its deadline; add --deadline or --max-time")
+        run_deadline = None if left_s is None else Deadline(left_s)
         config = JobConfig(
             InputConfig(source, model, served_model_name, any_model, limit, output_tokens_field),
             engine_config(locals()),
@@ -172,6 +203,7 @@ def run_command(
             policy=policy,
             plan_file=plan_file,
             seed=seed,
+            max_engine_restarts=max_engine_restarts,
         )
         config.engine.check()
         reporting = telemetry_config(locals())
@@ -194,7 +226,18 @@ def run_command(
                 url = until_end.enter_context(metrics_endpoint(metrics, metrics_host, metrics_port))
                 console.print(f"metrics  {url}")
                 _log.info("metrics_served", extra={"fields": {"url": url}})
-            code = _run_job(config, reporting, output, errors, overwrite, as_json, display, metrics)
+            code = _run_job(
+                config,
+                reporting,
+                output,
+                errors,
+                overwrite,
+                as_json,
+                display,
+                metrics,
+                run_deadline,
+                finalize,
+            )
         raise typer.Exit(code)
 
 
@@ -221,6 +264,8 @@ def _run_job(
     as_json: bool,
     display: ProgressDisplay,
     metrics: JobMetrics,
+    deadline: Deadline | None,
+    finalize: bool,
 ) -> int:
     from blendserve.jobs.store import ResultStore
 
@@ -236,13 +281,16 @@ def _run_job(
     status: Status = "failed"
     try:
         files = find_model(config, console.print)
-        with ResultStore(
-            output,
-            errors,
-            model=None if config.engine.forwards else files.name,
-            input_path=config.source.input,
-            overwrite=overwrite,
-        ) as store:
+        with ExitStack() as until_end:
+            store = until_end.enter_context(
+                ResultStore(
+                    output,
+                    errors,
+                    model=None if config.engine.forwards else files.name,
+                    input_path=config.source.input,
+                    overwrite=overwrite,
+                )
+            )
             has_report = reporting.report and Path(output).is_file()
             earlier = earlier_runs(report_paths(output).json, len(store.done)) if has_report else []
             job = read_and_plan(config, store.done, display)
@@ -250,7 +298,9 @@ def _run_job(
             if len(job.prepared.requests):
                 print_plan(job)
                 _log.info("planned", extra={"fields": job.plan.summary()})
-            running = job.start(store)
+            running = until_end.enter_context(
+                closing(job.start(store, deadline=deadline, finalize=finalize, on_event=_print_event))
+            )
             telemetry = Telemetry(job.plan, running.progress)
             metrics.watch(telemetry, files.name)
             report = None
@@ -275,8 +325,8 @@ def _run_job(
             except KeyboardInterrupt:
                 status = "interrupted"
                 fail(
-                    f"interrupted after {running.summary.completed:,} results, which are kept; "
-                    "run the same command again to go on",
+                    f"interrupted after {running.summary.completed:,} results, which are kept; go on with: "
+                    f"{_resume_command()}",
                     EXIT_INTERRUPTED,
                 )
             finally:
@@ -298,6 +348,11 @@ def _run_job(
         if cost is not None:
             document["cost"] = cost
         print_json({"summary": document, "plan": asdict(job.plan.summary())})
+    if not summary.is_complete:
+        num_left = summary.total - summary.num_done - summary.completed - summary.failed
+        fail(
+            f"the time is up with {num_left:,} lines left; go on with: {_resume_command()}", EXIT_OUT_OF_TIME
+        )
     return EXIT_SOME_FAILED if summary.failed else EXIT_OK
 
 
@@ -313,6 +368,33 @@ def _write_report(report: RunReport | None, status: Status, summary: JobSummary)
     without_page = "" if report.paths.html in paths else " (no page: pip install 'blendserve[report]' for it)"
     console.print(f"report   {paths[0]}{without_page}")
     return document
+
+
+def _print_event(line: str) -> None:
+    console.print(f"engine   {escape(line)}")
+    _log.warning("engine_event", extra={"fields": {"text": line}})
+
+
+def _resume_command() -> str:
+    """The command that goes on with this job, as it was given; without what would drop the results."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--overwrite"]
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    program = [sys.executable, "-m", "blendserve.cli"] if is_module else [Path(sys.argv[0]).name]
+    return shlex.join([*program, *arguments])
+
+
+@contextmanager
+def _sigterm_is_ctrl_c() -> Iterator[None]:
+    """Before and after the steps, SIGTERM ends the command as Ctrl-C does."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

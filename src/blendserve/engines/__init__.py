@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from blendserve.cost_model import CostModel, HardwareSpec
@@ -13,6 +15,7 @@ from blendserve.request import RequestTable, StepOutput
 from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
+    from blendserve.engines.batching import Executor
     from blendserve.planner.prefix_tree import Ints
     from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
@@ -41,7 +44,16 @@ class Engine(Protocol):
     max_model_len: int
 
     def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
-        """Run all `requests`; every request appears in exactly one `StepOutput.results`."""
+        """Run all `requests`; every request appears in exactly one `StepOutput.results`.
+
+        Raises:
+            StepError: a step failed; requests without a result can be run again.
+            EngineDiedError: likewise, but only by a new engine.
+        """
+        ...
+
+    def stop_admitting(self) -> None:
+        """Let `run` end as soon as what runs now has its results; the other requests get none."""
         ...
 
     def close(self) -> None:
@@ -68,6 +80,8 @@ class EngineConfig:
     """free a prefix once no waiting request can use it, instead of leaving it to LRU eviction"""
     attention_backend: AttentionBackend = "auto"
     num_threads: int | None = None
+    engine_process: bool = True
+    """run the native engine in a process of its own, whose death the job survives"""
     base_url: str | None = None
     """of a server that speaks OpenAI's API, with its /v1"""
     api_key_env: str | None = None
@@ -181,7 +195,7 @@ def open_engine(
     Raises:
         ConfigError: the engine cannot run this model with these options.
     """
-    from blendserve.engines.batching import BatchingEngine, Executor
+    from blendserve.engines.batching import BatchingEngine
     from blendserve.scheduling.scheduler import SchedulerConfig
 
     max_model_len = config.context_limit(cost_model.model)
@@ -205,12 +219,17 @@ def open_engine(
 
         executor = SimulatedExecutor(cost_model, output_tokens=output_tokens)
     else:
-        from blendserve.engines.native import open_executor
         from blendserve.tokenizer import Tokenizer
 
         assert files.folder is not None
-        assert isinstance(tokenizer, Tokenizer)
-        executor = open_executor(config, files.folder, tokenizer, cost_model, max_model_len)
+        opener = functools.partial(_open_native, config, files.folder, cost_model, max_model_len)
+        if config.engine_process:
+            from blendserve.engines.process import ProcessExecutor
+
+            executor = ProcessExecutor(opener, cost_model)
+        else:
+            assert isinstance(tokenizer, Tokenizer)
+            executor = opener(tokenizer)
     hardware = cost_model.hardware
     scheduler = SchedulerConfig(
         max_num_seqs=hardware.max_num_seqs,
@@ -218,3 +237,17 @@ def open_engine(
         free_unused_prefixes=config.free_unused_prefixes,
     )
     return BatchingEngine(executor, scheduler)
+
+
+def _open_native(
+    config: EngineConfig,
+    folder: Path,
+    cost_model: CostModel,
+    max_model_len: int,
+    tokenizer: Tokenizer | None = None,
+) -> Executor:
+    """The native executor; without a tokenizer, as in a process of its own, it reads the model's."""
+    from blendserve.engines.native import open_executor
+    from blendserve.tokenizer import Tokenizer
+
+    return open_executor(config, folder, tokenizer or Tokenizer(folder), cost_model, max_model_len)

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel, StepCost
-from blendserve.request import Completion, RequestTable, Result, StepOutput, StepStats
+from blendserve.errors import BlendServeError, EngineDiedError, StepError
+from blendserve.request import Completion, Failure, RequestTable, Result, StepOutput, StepStats
 from blendserve.scheduling.batch import Batch
 from blendserve.scheduling.policy import Policy
 from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -59,12 +60,27 @@ class Executor(Protocol):
         ...
 
 
+def collected(executor: Executor, request: int) -> Result:
+    """The result of a finished request; what goes wrong in making it (its text, say) fails that request alone."""
+    try:
+        return executor.collect(request)
+    except EngineDiedError:
+        raise
+    except Exception as error:
+        return Failure("engine_error", f"The output cannot be turned into a result: {_described(error)}")
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, BlendServeError) else f"{type(error).__name__}: {error}"
+
+
 class BatchingEngine:
     """BlendServe's own scheduler over an executor; native and simulated differ in the executor alone."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self.executor = executor
         self.config = config
+        self._scheduler: Scheduler | None = None
         self.name = executor.name
         self.cost_model = executor.cost_model
         self.kv_capacity_tokens = executor.num_blocks * executor.block_size
@@ -73,7 +89,7 @@ class BatchingEngine:
     def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
         """Run all requests; see `Engine.run`."""
         executor = self.executor
-        scheduler = Scheduler(
+        self._scheduler = scheduler = Scheduler(
             requests,
             policy,
             self.config,
@@ -84,18 +100,28 @@ class BatchingEngine:
             cost_model=self.cost_model,
         )
         executor.start(requests)
-        while scheduler.num_unfinished:
+        while scheduler.has_work:
             batch = scheduler.schedule()
-            step = executor.execute(batch)
+            try:
+                step = executor.execute(batch)
+            except EngineDiedError as error:
+                raise EngineDiedError(str(error), batch.requests.tolist()) from error
+            except Exception as error:  # whatever a model, a kernel or an allocator raises
+                raise StepError(_described(error), batch.requests.tolist()) from error
             done = scheduler.update(batch, step.finished, step.duration_s)
             results = []
             for request, num_cached_tokens, output_tokens_est in done:
-                result = executor.collect(request)
+                result = collected(executor, request)
                 if isinstance(result, Completion):
                     result.num_cached_tokens = num_cached_tokens
                     result.output_tokens_est = output_tokens_est
                 results.append((request, result))
             yield StepOutput(self._stats(scheduler, batch, step), results)
+
+    def stop_admitting(self) -> None:
+        """See `Engine.stop_admitting`."""
+        if self._scheduler is not None:
+            self._scheduler.stop_admitting()
 
     def _stats(self, scheduler: Scheduler, batch: Batch, step: StepResult) -> StepStats:
         cost = step.cost or self.cost_model.step_cost(

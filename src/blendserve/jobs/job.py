@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from blendserve.errors import EngineError
-from blendserve.jobs.openai_format import LineError, Tokenizer, failure_line, success_line
+from blendserve.jobs.deadline import Deadline
+from blendserve.jobs.openai_format import LineError, Tokenizer, expired_line, failure_line, success_line
 from blendserve.jobs.prepare import Prepared
 from blendserve.jobs.store import ResultStore
 from blendserve.request import Completion, Failure, Result, StepOutput, StepStats
@@ -49,6 +50,12 @@ class JobProgress:
     """computed so far, recomputed ones included"""
     num_decode_tokens: int = 0
     num_retracted: int = 0
+    num_retried_requests: int = 0
+    """requests that ran when the engine failed, and ran again"""
+    num_engine_restarts: int = 0
+    """times that the engine died and was opened anew"""
+    is_out_of_time: bool = False
+    """whether the deadline has ended the admission of requests"""
     num_running: int = 0
     num_waiting: int = 0
     kv_usage_ratio: float = 0.0
@@ -58,9 +65,6 @@ class JobProgress:
     """sum of the step durations, by the engine's clock; the simulator's is virtual"""
     compute_s: float = 0.0
     memory_s: float = 0.0
-    num_retried_requests: int = 0
-    """requests that ran again after a failure that was not theirs or may pass"""
-    num_engine_restarts: int = 0
     step: StepOutput | None = None
     """the last step, whole"""
 
@@ -70,6 +74,8 @@ class JobProgress:
         self.num_prefill_tokens += stats.num_prefill_tokens
         self.num_decode_tokens += stats.num_decode_tokens
         self.num_retracted += stats.num_retracted
+        self.num_retried_requests += stats.num_retried_requests
+        self.num_engine_restarts += stats.num_engine_restarts
         self.num_running = stats.num_running
         self.num_waiting = stats.num_waiting
         self.kv_usage_ratio = stats.kv_usage_ratio
@@ -94,13 +100,13 @@ class JobSummary:
     num_prefill_tokens: int
     """prompt tokens computed, and tokens computed again after a retraction"""
     num_retracted: int
+    num_retried_requests: int
+    num_engine_restarts: int
     num_steps: int
     elapsed_s: float
     engine_s: float
     compute_s: float
     memory_s: float
-    num_retried_requests: int = 0
-    num_engine_restarts: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -126,7 +132,10 @@ class Job:
     written stays, the store is closed, and the same job can be started again for the rest. A line of several
     completions is written when it has all of them; interrupted before, they all run again.
 
-    `engine` may be None where `prepared` has no requests. It stays open: whoever opened it closes it.
+    `engine` may be None where `prepared` has no requests. `close` closes it.
+
+    As `deadline` comes near nothing more is admitted, and when it is over the run ends. Lines without a result
+    then stay as they are, to be run later, or with `finalize` get an error of code `batch_expired`.
     """
 
     def __init__(
@@ -138,7 +147,11 @@ class Job:
         tokenizer: Tokenizer,
         *,
         model: str,
+        deadline: Deadline | None = None,
+        finalize: bool = False,
     ) -> None:
+        self._deadline = deadline
+        self._finalize = finalize
         self._prepared = prepared
         self._engine = engine
         self._policy = policy
@@ -171,8 +184,19 @@ class Job:
                     progress.add_step(output.stats)
                     progress.step = output
                     progress.elapsed_s = time.perf_counter() - started_s
+                    if self._deadline is not None:
+                        self._deadline.add_step(output)
+                        if self._deadline.is_near and not progress.is_out_of_time:
+                            progress.is_out_of_time = True
+                            self._engine.stop_admitting()
                     yield progress
-            if num_open := int(np.count_nonzero(~self._is_answered)):
+                    if self._deadline is not None and self._deadline.is_over:
+                        break
+            num_open = int(np.count_nonzero(~self._is_answered))
+            if num_open and progress.is_out_of_time:
+                if self._finalize:
+                    self._expire()
+            elif num_open:
                 raise EngineError(
                     f"the engine left {num_open} of {len(self._is_answered)} requests "
                     "unanswered; the results so far are kept, run the job again for the rest"
@@ -196,13 +220,13 @@ class Job:
             num_output_tokens=progress.num_output_tokens,
             num_prefill_tokens=progress.num_prefill_tokens,
             num_retracted=progress.num_retracted,
+            num_retried_requests=progress.num_retried_requests,
+            num_engine_restarts=progress.num_engine_restarts,
             num_steps=progress.num_steps,
             elapsed_s=progress.elapsed_s,
             engine_s=progress.engine_s,
             compute_s=progress.compute_s,
             memory_s=progress.memory_s,
-            num_retried_requests=progress.num_retried_requests,
-            num_engine_restarts=progress.num_engine_restarts,
         )
 
     def _take(self, request: int, result: Result) -> None:
@@ -250,6 +274,22 @@ class Job:
         )
         self._store.write_result(line)
         self.progress.completed += 1
+
+    def close(self) -> None:
+        """Close the engine and the files."""
+        try:
+            self._store.close()
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+
+    def _expire(self) -> None:
+        """Write an error for every line that has no result."""
+        for row_index in np.unique(self._prepared.row_index[~self._is_answered]).tolist():
+            self._store.write_error(expired_line(self._prepared.rows[row_index].custom_id))
+            self.progress.failed += 1
+            self.progress.failures_by_code["batch_expired"] += 1
+        self._partial.clear()
 
     def _write_failure(self, error: LineError) -> None:
         self._store.write_error(failure_line(error))

@@ -698,6 +698,18 @@ def failure_line(error: LineError) -> bytes:
     return _result_line(error.custom_id, error.status_code, body)
 
 
+def expired_line(custom_id: str) -> bytes:
+    """The line of the error file for an input line that was not run in time."""
+    message = "This request could not be executed before the completion window expired."
+    result = {
+        "id": f"batch_req_{uuid4().hex}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": "batch_expired", "message": message},
+    }
+    return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
+
+
 def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) -> bytes:
     result = {
         "id": f"batch_req_{uuid4().hex}",

@@ -8,13 +8,17 @@ from pathlib import Path
 
 from blendserve.cost_model import CostModel
 from blendserve.engines import EngineConfig, open_engine
+from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS, SupervisedEngine
+from blendserve.jobs.deadline import Deadline
 from blendserve.jobs.job import Job
 from blendserve.jobs.openai_format import read_rows
 from blendserve.jobs.prepare import OnProgress, Prepared, prepare
 from blendserve.jobs.store import ResultStore
 from blendserve.models import ModelFiles, remote_model, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
+from blendserve.request import RequestTable
 from blendserve.scheduling.policies import PolicyName, make_policy
+from blendserve.scheduling.policy import Policy
 from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
 DEFAULT_POLICY: PolicyName = "blend"
@@ -47,6 +51,8 @@ class JobConfig:
     plan_file: Path | None = None
     """a saved plan to use instead of planning"""
     seed: int = 0
+    max_engine_restarts: int = DEFAULT_MAX_RESTARTS
+    """restarts of a dead engine in a row, without a result in between"""
 
 
 @dataclass(slots=True)
@@ -60,13 +66,38 @@ class PlannedJob:
     prepared: Prepared
     plan: Plan
 
-    def start(self, store: ResultStore) -> Job:
-        """Load the engine; the job owns it and the store."""
+    def start(
+        self,
+        store: ResultStore,
+        *,
+        deadline: Deadline | None = None,
+        finalize: bool = False,
+        on_event: Callable[[str], None] = lambda _line: None,
+    ) -> Job:
+        """Load the engine; the job owns it and the store. `on_event` gets a line for each failure of the engine."""
         engine = None
         if len(self.prepared.requests):
-            engine = open_engine(self.config.engine, self.files, self.tokenizer, self.cost_model)
-        policy = make_policy(self.config.policy, self.plan, seed=self.config.seed)
-        return Job(self.prepared, engine, policy, store, self.tokenizer, model=self.files.name)
+            engine = SupervisedEngine(
+                lambda: open_engine(self.config.engine, self.files, self.tokenizer, self.cost_model),
+                self._policy_for,
+                max_restarts=self.config.max_engine_restarts,
+                on_event=on_event,
+            )
+        return Job(
+            self.prepared,
+            engine,
+            make_policy(self.config.policy, self.plan, seed=self.config.seed),
+            store,
+            self.tokenizer,
+            model=self.files.name,
+            deadline=deadline,
+            finalize=finalize,
+        )
+
+    def _policy_for(self, requests: RequestTable) -> Policy:
+        """A policy for some of the requests, planned anew."""
+        plan = make_plan(requests, self.cost_model, self.config.plan)
+        return make_policy(self.config.policy, plan, seed=self.config.seed)
 
 
 def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFiles:

@@ -139,6 +139,8 @@ class ResultStore:
 def _check_failure(result: Any) -> str | None:
     """What is wrong with a line of the error file; above all it must not be a result of another job."""
     try:
+        if result["response"] is None and isinstance(result["error"]["code"], str):  # it was never run
+            return None
         if result["response"]["status_code"] >= 400:
             return None
     except (KeyError, TypeError, IndexError):

@@ -179,7 +179,7 @@ def _requests(arrays):  # type: ignore[no-untyped-def]
 class Scheduler:
     """Decides what each step computes. Implements `policy.Control`, through which the policy steers it.
 
-    Usage: `batch = schedule()`, run it, `update(batch, finished, duration_s)`, until `num_unfinished` is 0.
+    Usage: while `has_work`: `batch = schedule()`, run it, `update(batch, finished, duration_s)`.
 
     Args:
         requests: the job; every prompt plus `max_tokens` fits `max_model_len`.
@@ -229,6 +229,7 @@ class Scheduler:
         self.step_index = 0
         self.clock_s = 0.0
         self._num_requests = len(requests)
+        self._is_admitting = True
         tree = PrefixTree.build_blocks(policy.plan.prompt_order, requests.prompt_tokens, block_size)
         num_slots = min(config.max_num_seqs, max(len(requests), 1))
         max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
@@ -266,6 +267,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests without a result yet."""
         return self._num_requests - self.num_finished
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch can be formed: something is unfinished or, if nothing more is admitted, still runs."""
+        return (self.num_unfinished if self._is_admitting else self.num_running) > 0
 
     @property
     def num_waiting(self) -> int:
@@ -353,6 +359,10 @@ class Scheduler:
 
     # -- the engine's side ---------------------------------------------------------------------------------------
 
+    def stop_admitting(self) -> None:
+        """Let what runs end and admit nothing more; what is retracted from now on stays unfinished."""
+        self._is_admitting = False
+
     def schedule(self) -> Batch:
         """Form the next batch: make room for decodes, let the policy admit, hand out tokens.
 
@@ -365,7 +375,7 @@ class Scheduler:
             victim = self.policy.choose_victim(self)
             self.retract(victim)
             self.policy.retracted(victim, int(self._table.generated[victim]))
-        target = self.policy.step(self)
+        target = self.policy.step(self) if self._is_admitting else self.config.max_num_batched_tokens
         num_running = self.num_running
         if num_running == 0:
             raise EngineError(

@@ -1,0 +1,73 @@
+"""Executors that fail on purpose, in a module that a child process can import."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from blendserve.engines.batching import StepResult
+from blendserve.engines.simulated import SimulatedExecutor
+from blendserve.errors import ConfigError
+from blendserve.request import RequestTable, Result
+from blendserve.scheduling.batch import Batch
+from tests.workload import COST_MODEL
+
+RAISES, KILLED, EXITS, NO_RESULT = 901, 902, 903, 904
+"""first prompt tokens of requests on which a `FaultyExecutor` fails"""
+
+
+class FaultyExecutor(SimulatedExecutor):
+    """Fails in every step that has one of the bad requests."""
+
+    def start(self, requests: RequestTable) -> None:
+        super().start(requests)
+        self._requests = requests
+
+    def first_token(self, request: int) -> int:
+        return int(self._requests.tokens[request][0])
+
+    def execute(self, batch: Batch) -> StepResult:
+        first_tokens = {self.first_token(request) for request in batch.requests.tolist()}
+        if RAISES in first_tokens:
+            raise RuntimeError("bad kernel")
+        if KILLED in first_tokens:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if EXITS in first_tokens:
+            os._exit(7)
+        return super().execute(batch)
+
+    def collect(self, request: int) -> Result:
+        if self.first_token(request) == NO_RESULT:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "planted")
+        return super().collect(request)
+
+
+def open_faulty() -> FaultyExecutor:
+    print("a library that prints to standard output")
+    return FaultyExecutor(COST_MODEL)
+
+
+def open_refused() -> FaultyExecutor:
+    raise ConfigError("--kv-cache-memory 1 is too little")
+
+
+def open_broken() -> FaultyExecutor:
+    raise ValueError("no such weights")
+
+
+def open_dying() -> FaultyExecutor:
+    sys.exit(5)
+
+
+class SlowExecutor(FaultyExecutor):
+    """Notes its process id, then takes a while for each step."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        time.sleep(0.05)
+        return super().execute(batch)
+
+
+def open_slow(pid_file: Path) -> SlowExecutor:
+    pid_file.write_text(str(os.getpid()))
+    return SlowExecutor(COST_MODEL)
