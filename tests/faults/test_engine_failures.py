@@ -192,7 +192,7 @@ def test_to_interrupt_keeps_what_is_done_and_prints_the_command_that_goes_on(
     if pid is not None:
         assert not Path(f"/proc/{pid}").exists(), "the engine's process was left behind"
     assert 3 <= len(job.results()) < NUM_LINES
-    printed = shlex.split(stderr.strip().rsplit("go on with: ", 1)[1])
+    printed = shlex.split(stderr.strip().rsplit("run again: ", 1)[1])
     assert printed == [*job.command, option]
     done = subprocess.run(printed, env=job.environment, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0
@@ -219,7 +219,7 @@ def test_time_that_is_up_leaves_a_job_that_can_be_resumed(
     done = job.run("--max-time", "0s")
     assert done.returncode == 3, done.stderr
     assert f"{NUM_LINES} lines left" in done.stderr
-    assert shlex.split(done.stderr.strip().rsplit("go on with: ", 1)[1]) == [
+    assert shlex.split(done.stderr.strip().rsplit("run again: ", 1)[1]) == [
         *job.command,
         "--max-time",
         "0s",

@@ -325,7 +325,7 @@ def _run_job(
             except KeyboardInterrupt:
                 status = "interrupted"
                 fail(
-                    f"interrupted after {running.summary.completed:,} results, which are kept; go on with: "
+                    f"interrupted after {running.summary.completed:,} results, which are kept; to go on, run again: "
                     f"{_resume_command()}",
                     EXIT_INTERRUPTED,
                 )
@@ -351,7 +351,8 @@ def _run_job(
     if not summary.is_complete:
         num_left = summary.total - summary.num_done - summary.completed - summary.failed
         fail(
-            f"the time is up with {num_left:,} lines left; go on with: {_resume_command()}", EXIT_OUT_OF_TIME
+            f"the time is up with {num_left:,} lines left; to go on, run again: {_resume_command()}",
+            EXIT_OUT_OF_TIME,
         )
     return EXIT_SOME_FAILED if summary.failed else EXIT_OK
 
