@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -58,7 +58,10 @@ from blendserve.cli.options import (
 )
 from blendserve.cli.plan import print_plan, print_refused, read_and_plan, simulated_cost
 from blendserve.errors import ConfigError
-from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model
+from blendserve.jobs.manifest import digested_stdin
+from blendserve.jobs.publish import Publication
+from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, OutputConfig, PlannedJob, find_model
+from blendserve.jobs.store import FLUSH_INTERVAL_S, ResultStore
 
 if TYPE_CHECKING:
     from blendserve.jobs.job import JobProgress, JobSummary
@@ -74,7 +77,8 @@ def run_command(
             "--output",
             "-o",
             metavar="OUT.jsonl",
-            help="Results, appended as they finish; [b]-[/b] for standard output.",
+            help="Results, appended as they finish; [b]-[/b] for standard output. OUT.jsonl.gz, "
+            ".jsonl.zst, .parquet and URLs (s3://…) are made from a local OUT.jsonl when the job is complete.",
         ),
     ] = None,
     errors: Annotated[
@@ -83,8 +87,27 @@ def run_command(
             metavar="ERR.jsonl", help="Lines that failed. Default: OUT.errors.jsonl beside the output."
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Drop earlier results instead of skipping what is done.")
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Results in the order of the input, once the job is complete.")
+    ] = False,
+    flush_interval: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Force results onto the disk so often; 0: after every step. Only what came since can be "
+            "lost, and only if the machine dies.",
+        ),
+    ] = FLUSH_INTERVAL_S,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Drop earlier results instead of skipping what is done.")
+    ] = False,
+    continue_anyway: Annotated[
+        bool,
+        typer.Option(
+            "--continue-anyway",
+            help="Keep earlier results although input, model or options differ, and run the rest.",
+        ),
     ] = False,
     as_json: AsJson = False,
     model: Model = None,
@@ -133,32 +156,38 @@ def run_command(
             plan_file=plan_file,
             seed=seed,
         )
-        if config.engine.engine == "simulated":
-            _refuse_output(output)
+        if config.engine.engine == "simulated" and output is None:
             _simulate(config, as_json)
             return
         if output is None:
             raise ConfigError("no output named; add -o OUT.jsonl, or -o - for standard output")
         if as_json and output == "-":
             raise ConfigError("--json and -o - both need standard output; give -o a file")
-        raise typer.Exit(_run_job(config, output, errors, overwrite, as_json))
+        wanted = OutputConfig(output, errors, ordered, flush_interval, restart, continue_anyway)
+        raise typer.Exit(_run_job(config, wanted, as_json))
 
 
-def _refuse_output(output: str | None) -> None:
-    if output is not None:
-        raise ConfigError(
-            "the simulated engine generates no text, so there is nothing to write; leave -o out"
-        )
-
-
-def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool, as_json: bool) -> int:
-    from blendserve.jobs.store import ResultStore
-
+def _run_job(config: JobConfig, output: OutputConfig, as_json: bool) -> int:
+    publication = Publication(output.output, output.errors, ordered=output.ordered)
+    if not output.restart:
+        publication.check()
     files = find_model(config, console.print)
-    with ResultStore(
-        output, errors, model=files.name, input_path=config.source.input, overwrite=overwrite
-    ) as store:
-        job = read_and_plan(config, done=store.done)
+    with ExitStack() as stack:
+        stdin = stack.enter_context(digested_stdin()) if config.source.input == "-" else None
+        store = stack.enter_context(
+            ResultStore(
+                publication.output.working,
+                publication.working_errors,
+                model=config.model_name(files),
+                input_path=config.source.input,
+                signature=config.signature(files, stdin),
+                restart=output.restart,
+                continue_anyway=output.continue_anyway,
+                flush_interval_s=output.flush_interval,
+            )
+        )
+        job = read_and_plan(config, store.done, publication.order)
+        store.compare_stdin()
         print_refused(job)
         if len(job.prepared.requests):
             print_plan(job)
@@ -174,7 +203,10 @@ def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool
                 EXIT_INTERRUPTED,
             )
         summary = running.summary
-    _print_summary(job, summary, time.perf_counter() - started_s)
+        _print_summary(job, summary, time.perf_counter() - started_s)
+        if summary.is_complete:
+            for made in publication.write():
+                console.print(f"written  {made.path}; kept {made.working}, which it was made from")
     if as_json:
         print_json({"summary": _summary_document(job, summary), "plan": asdict(job.plan.summary())})
     return EXIT_SOME_FAILED if summary.failed else EXIT_OK
@@ -210,7 +242,7 @@ def _stopping_between_steps() -> Iterator[Callable[[Iterator[JobProgress]], Iter
 
 
 def _simulate(config: JobConfig, as_json: bool) -> None:
-    job = read_and_plan(config, done=set())
+    job = read_and_plan(config)
     print_refused(job)
     if len(job.prepared.requests) == 0:
         raise typer.Exit(EXIT_SOME_FAILED)

@@ -113,10 +113,10 @@ class Job:
     """One run over the lines that have no result yet.
 
     Iterate `run()` to the end. Whatever stops it, Ctrl-C and a dying engine included, every line that was
-    written stays, the store is closed, and the same job can be started again for the rest. A line of several
+    written stays and is on the disk, and the same job can be started again for the rest. A line of several
     completions is written when it has all of them; interrupted before, they all run again.
 
-    `engine` may be None where `prepared` has no requests. It stays open: whoever opened it closes it.
+    `engine` may be None where `prepared` has no requests. It and the store stay open: whoever opened them closes them.
     """
 
     def __init__(
@@ -151,13 +151,14 @@ class Job:
         try:
             for error in self._prepared.errors:
                 self._write_failure(error)
+            self._store.flush()
             yield progress
             if len(self._prepared.requests):
                 assert self._engine is not None
                 for output in self._engine.run(self._prepared.requests, self._policy):
                     for request, result in output.results:
                         self._take(request, result)
-                    self._store.sync_if_due()
+                    self._store.flush()
                     progress.add_step(output.stats)
                     progress.elapsed_s = time.perf_counter() - started_s
                     yield progress
@@ -168,7 +169,7 @@ class Job:
                 )
         finally:
             progress.elapsed_s = time.perf_counter() - started_s
-            self._store.close()
+            self._store.sync()
 
     @property
     def summary(self) -> JobSummary:

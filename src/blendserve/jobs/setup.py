@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from blendserve.cost_model import CostModel
 from blendserve.engines import EngineConfig, open_engine
 from blendserve.jobs.job import Job
-from blendserve.jobs.openai_format import read_rows
+from blendserve.jobs.manifest import JobSignature, StreamDigest, digest_of_model
+from blendserve.jobs.openai_format import LineError, Row, read_rows
 from blendserve.jobs.prepare import Prepared, prepare
-from blendserve.jobs.store import ResultStore
+from blendserve.jobs.publish import InputOrder
+from blendserve.jobs.store import FLUSH_INTERVAL_S, ResultStore
 from blendserve.models import ModelFiles, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
+from blendserve.planner.prefix_tree import Ints
 from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.tokenizer import Tokenizer
 
@@ -37,6 +43,24 @@ class InputConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """Where results go, and what happens to those that are there."""
+
+    output: str
+    """JSONL file, `-` for standard output; `.gz`, `.zst`, `.parquet` and URLs are made from one"""
+    errors: str | None = None
+    """file for lines that failed; None: beside the output"""
+    ordered: bool = False
+    """lines in the order of the input, once the job is complete"""
+    flush_interval: float = FLUSH_INTERVAL_S
+    """seconds between two times that results are forced onto the disk; 0: after every write"""
+    restart: bool = False
+    """drop earlier results"""
+    continue_anyway: bool = False
+    """keep earlier results although they are of another job"""
+
+
+@dataclass(frozen=True, slots=True)
 class JobConfig:
     """Everything that decides what a job does."""
 
@@ -47,6 +71,24 @@ class JobConfig:
     plan_file: Path | None = None
     """a saved plan to use instead of planning"""
     seed: int = 0
+
+    def model_name(self, files: ModelFiles) -> str:
+        """The name in the results; nobody shall take simulated ones for real."""
+        return f"simulated/{files.name}" if self.engine.engine == "simulated" else files.name
+
+    def signature(self, files: ModelFiles, stdin: StreamDigest | None) -> JobSignature:
+        """What results of this job are of; `stdin` digests standard input while that is read."""
+        parameters: dict[str, Any] = {
+            "engine": self.engine.engine,
+            "dtype": self.engine.dtype,
+            "max_model_len": self.engine.max_model_len,
+            "seed": self.seed,
+        }
+        if self.engine.engine == "simulated":
+            parameters["output_tokens_field"] = self.source.output_tokens_field
+        return JobSignature(
+            [self.source.input], self.model_name(files), digest_of_model(files.folder), parameters, stdin
+        )
 
 
 @dataclass(slots=True)
@@ -64,9 +106,22 @@ class PlannedJob:
         """Load the engine; the job owns it and the store."""
         engine = None
         if len(self.prepared.requests):
-            engine = open_engine(self.config.engine, self.files, self.tokenizer, self.cost_model)
+            engine = open_engine(
+                self.config.engine,
+                self.files,
+                self.tokenizer,
+                self.cost_model,
+                output_tokens=self.expected_output_tokens,
+            )
         policy = make_policy(self.config.policy, self.plan, seed=self.config.seed)
-        return Job(self.prepared, engine, policy, store, self.tokenizer, model=self.files.name)
+        return Job(
+            self.prepared, engine, policy, store, self.tokenizer, model=self.config.model_name(self.files)
+        )
+
+    @property
+    def expected_output_tokens(self) -> Ints:
+        """[num_requests] what the simulated engine generates: declared, else assumed of each request by itself."""
+        return self.plan.output_tokens_est.round().astype(np.int32)
 
 
 def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFiles:
@@ -79,8 +134,10 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
     return resolve_model(source.model, served_model_name=source.served_model_name, on_progress=on_progress)
 
 
-def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob:
-    """Read, check and plan the lines that are not `done`.
+def plan_job(
+    config: JobConfig, files: ModelFiles, done: Container[str], order: InputOrder | None = None
+) -> PlannedJob:
+    """Read, check and plan the lines that are not `done`; `order` takes note of the order of all of them.
 
     Raises:
         ConfigError: an option or the saved plan does not fit.
@@ -88,8 +145,9 @@ def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob
     tokenizer = Tokenizer(files.folder)
     cost_model = config.engine.cost_model(files)
     source = config.source
+    rows = read_rows(source.input, output_tokens_field=source.output_tokens_field)
     prepared = prepare(
-        read_rows(source.input, output_tokens_field=source.output_tokens_field),
+        rows if order is None else _noted(rows, order),
         tokenizer,
         served_model_name=files.name,
         max_model_len=config.engine.context_limit(cost_model.model),
@@ -103,3 +161,10 @@ def plan_job(config: JobConfig, files: ModelFiles, done: set[str]) -> PlannedJob
     else:
         plan = make_plan(prepared.requests, cost_model, config.plan)
     return PlannedJob(config, files, tokenizer, cost_model, prepared, plan)
+
+
+def _noted(rows: Iterable[Row | LineError], order: InputOrder) -> Iterator[Row | LineError]:
+    for row in rows:
+        if row.custom_id is not None:
+            order.add(row.custom_id)
+        yield row
