@@ -13,7 +13,7 @@ import typer.main
 import blendserve
 from blendserve.cli import app
 from blendserve.engines import EngineConfig
-from blendserve.jobs.setup import InputConfig, JobConfig
+from blendserve.jobs.setup import InputConfig, JobConfig, OutputConfig
 from blendserve.planner.plan import PlanConfig
 from blendserve.planner.tree_order import OrderConfig
 
@@ -42,6 +42,9 @@ ONLY_IN = {
     "plotly": ("report.py",),
     "rich": ("cli/",),
     "typer": ("cli/",),
+    "fsspec": ("jobs/storage.py",),
+    "pyarrow": ("jobs/publish.py",),
+    "zstandard": ("jobs/publish.py",),
 }
 
 
@@ -94,6 +97,8 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
         "tokenizers",
         "safetensors",
         "pyarrow",
+        "fsspec",
+        "zstandard",
         "ray",
         "vllm",
         "sglang",
@@ -112,7 +117,9 @@ def options_of(command: str) -> set[str]:
     return {parameter.name for parameter in group.commands[command].params if parameter.name}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, JobConfig])
+@pytest.mark.parametrize(
+    "config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, OutputConfig, JobConfig]
+)
 def test_every_setting_is_a_flag_of_run(config: type) -> None:
     assert is_dataclass(config)
     options = options_of("run")
@@ -124,5 +131,6 @@ def test_every_setting_is_a_flag_of_run(config: type) -> None:
 
 
 def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
-    only_run = {"output", "errors", "overwrite", "attention_backend", "num_threads", "policy", "plan_file"}
+    only_run = {"attention_backend", "num_threads", "policy", "plan_file"}
+    only_run |= {field.name for field in fields(OutputConfig)}
     assert options_of("run") - only_run <= options_of("plan")
