@@ -38,7 +38,6 @@ class Forks:
             text=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
-        self._ask(load=str(model))
 
     def _ask(self, **command: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -48,9 +47,17 @@ class Forks:
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 
-    def run(self, *arguments: str | Path, engine: str = "simulated", **how: Any) -> Outcome:
+    def _command(self, *arguments: str | Path, engine: str) -> list[str]:
         model = ("--model", str(self._model), "--served-model-name", "tiny", "--engine", engine)
-        return Outcome(**self._ask(arguments=["run", *map(str, arguments), *model], **how))
+        return ["run", *map(str, arguments), *model]
+
+    def warm_up(self, *arguments: str | Path, engine: str = "simulated") -> None:
+        """Run a command in the process itself, so that forks find all compiled code loaded."""
+        assert self._ask(warm_up=self._command(*arguments, engine=engine))["exit"] in {None, 0, 1}
+
+    def run(self, *arguments: str | Path, engine: str = "simulated", **how: Any) -> Outcome:
+        """Run a command in a fork; `how` says how it dies, see `fork_server.py`."""
+        return Outcome(**self._ask(arguments=self._command(*arguments, engine=engine), **how))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -61,10 +68,13 @@ class Forks:
 
 
 @pytest.fixture(scope="session")
-def forks(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+def forks(
+    make_tiny_model: Callable[..., Path], requests: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Forks]:
     model = make_tiny_model("llama", tmp_path_factory.mktemp("model") / "tiny", with_tokenizer=True)
     server = Forks(model)
     try:
+        server.warm_up(requests, "-o", tmp_path_factory.mktemp("warm") / "out.jsonl", "--ordered")
         yield server
     finally:
         server.close()

@@ -24,7 +24,7 @@ _tokenizers: dict[Path, tokenizer.Tokenizer] = {}
 
 
 def tokenizer_of(folder: Path) -> tokenizer.Tokenizer:
-    """Loaded once, before the first fork that needs it."""
+    """Loaded once, by the first command: the one that warms up."""
     if folder not in _tokenizers:
         _tokenizers[folder] = tokenizer.Tokenizer(folder)
     return _tokenizers[folder]
@@ -90,9 +90,8 @@ def run(command: dict[str, Any]) -> None:
 
 def answered(command: dict[str, Any]) -> dict[str, Any]:
     """Fork, run, wait; an exit of -9 is a child that was killed."""
-    if "load" in command:
-        tokenizer_of(Path(command["load"]))
-        return {}
+    if "warm_up" in command:
+        return {"exit": app(command["warm_up"], standalone_mode=False)}
     with tempfile.TemporaryFile() as log:
         child = os.fork()
         if child == 0:
