@@ -3,11 +3,13 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import blendserve
 from blendserve.jobs.store import ResultStore
 from tests.faults.conftest import Forks, facts, lines_of, whole_lines
 
@@ -139,7 +141,8 @@ def test_a_job_that_differs_is_refused_with_what_differs(
         assert "--continue-anyway" in done.log
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     done = forks.run(source, "-o", output, engine="native")
-    assert "engine: simulated earlier, native now" in done.log or "simulated/tiny" in done.log
+    assert "engine: simulated earlier, native now" in done.log
+    assert "model: simulated/tiny earlier, tiny now" in done.log
 
     kept = whole_lines(output)
     assert forks.run(source, "-o", output, "--seed", "3", "--continue-anyway").exit == 1
@@ -194,3 +197,27 @@ def test_an_error_file_torn_in_the_middle(forks: Forks, requests: Path, tmp_path
     assert not errors.read_bytes().endswith(b"\n")
     assert forks.run(requests, "-o", output).exit == 1
     assert len(facts(output)) == len(requests.read_bytes().splitlines())
+
+
+def test_nowhere_to_cache(requests: Path, tmp_path: Path) -> None:
+    """A container whose packages and home are read-only: it starts, and says where the model could be put."""
+    source = Path(blendserve.__file__).parent
+    script = f'mount --bind "{source}" "{source}" && mount -o remount,ro,bind "{source}" && exec "$@"'
+    unshared = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*unshared, "true"], check=False).returncode != 0:
+        pytest.skip("needs the right to mount")
+    nowhere = {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere", "NUMBA_CACHE_DIR": "/proc/nowhere"}
+    env = {name: value for name, value in os.environ.items() if name != "BLENDSERVE_CACHE"}
+    output = tmp_path / "out.jsonl"
+    done = subprocess.run(
+        [*unshared, sys.executable, "-m", "blendserve.cli", "run", str(requests), "-o", str(output)],
+        env=env | nowhere | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "set BLENDSERVE_CACHE to a folder that can be written" in done.stderr
+    assert (tmp_path / f"blendserve-numba-{os.geteuid()}").is_dir()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -72,7 +72,7 @@ class Target:
         path = path.removeprefix("file://").removeprefix("local://")
         if path == "-":
             return cls(path, path)
-        name = PurePosixPath(path.split("://")[-1]).name if is_url(path) else Path(path).name
+        name = path.rpartition("/")[2] if is_url(path) else Path(path).name
         for suffix in _COMPRESSED:
             name = name.removesuffix(suffix)
         if name.endswith(_PARQUET):

@@ -139,28 +139,34 @@ class ResultStore:
                 if self._output.is_same_file(errors):
                     raise ConfigError(f"{errors} is both the output and the error file; name two files")
                 self._errors = self._open(errors, input_path)
+            if signature is not None and self._output.is_regular:
+                self._manifest = self._read_manifest(Path(output))
             if not restart:
-                checked_model = None if continue_anyway else model
+                has_signature = self._manifest is not None and self._manifest.earlier is not None
+                checked_model = None if continue_anyway or has_signature else model
                 self._whole = self._output.scan(lambda result: self._take_result(result, checked_model))
                 if self._errors is not self._output:
                     self._errors.scan(_check_failure)
-            if signature is not None and self._output.is_regular:
-                self._compare(signature, Path(output))
+            if signature is not None and self._manifest is not None:
+                self._compare(self._manifest, signature)
         except BaseException:
             self.close()
             raise
 
-    def _compare(self, signature: JobSignature, output: Path) -> None:
-        self._manifest = Manifest(manifest_path(output))
+    def _read_manifest(self, output: Path) -> Manifest:
+        manifest = Manifest(manifest_path(output))
         if not os.access(output.absolute().parent, os.W_OK):
             raise ConfigError(
-                f"cannot write {self._manifest.path}: the folder does not let new files be made; "
+                f"cannot write {manifest.path}: the folder does not let new files be made; "
                 "choose an output in another folder"
             )
-        differences = self._manifest.compare(signature)
-        if self._manifest.earlier is None and len(self.done) and not self._continue_anyway:
+        return manifest
+
+    def _compare(self, manifest: Manifest, signature: JobSignature) -> None:
+        differences = manifest.compare(signature)
+        if manifest.earlier is None and len(self.done) and not self._continue_anyway:
             raise ConfigError(
-                f"{output} holds {len(self.done):,} results, but not {self._manifest.path.name} beside it, which says "
+                f"{self._output.path} holds {len(self.done):,} results, but {manifest.path} is missing, which says "
                 "what job they are of; put that there, add --continue-anyway if they are of this job, "
                 "--restart to drop them, or choose another output file"
             )
