@@ -1,4 +1,4 @@
-"""BlendServe: offline LLM inference that keeps compute and memory bandwidth busy together."""
+"""Offline LLM inference with resource-aware batching."""
 
 import os
 import stat
