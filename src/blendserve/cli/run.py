@@ -142,7 +142,8 @@ def run_command(
 ) -> None:
     """Run a batch file and write the results.
 
-    Running the same command again skips the lines that already have a result.
+    Running the same command again skips the lines that already have a result. It is refused if input, model or
+    options differ from the earlier run's.
 
     Exit codes: 0 all lines succeeded, 1 some failed (see the error file), 2 the job could not run,
     130 interrupted (run it again to go on).
