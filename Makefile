@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 demo: $(VENV)/installed  ## run the example job on the bundled model
 	mkdir -p out
-	$(BIN)/blendserve run examples/mixed.jsonl --output out/mixed.results.jsonl --overwrite
+	$(BIN)/blendserve run examples/mixed.jsonl --output out/mixed.results.jsonl --restart
 	$(BIN)/python examples/show_results.py examples/mixed.jsonl out/mixed.results.jsonl
 
 test: $(VENV)/installed  ## all tests

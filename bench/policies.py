@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_once(policy: str, options: list[str], output: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "blendserve.cli", "run", str(ROOT / "examples/mixed.jsonl")]
-    command += ["-o", str(output), "--overwrite", "--json", "--policy", policy, *options]
+    command += ["-o", str(output), "--restart", "--json", "--policy", policy, *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{policy} ended with code {done.returncode}:\n{done.stderr}")

@@ -154,7 +154,7 @@ def test_an_interrupted_run_is_in_the_report_of_the_next(model: Path, requests: 
     assert second["all_runs"]["completed"] == 60
     assert run(model, requests, "-o", output).returncode == 0
     assert json.loads((tmp_path / "out.report.json").read_text()) == second, "nothing was left to do"
-    assert run(model, requests, "-o", output, "--overwrite", "--limit", "2").returncode == 0
+    assert run(model, requests, "-o", output, "--restart", "--limit", "2").returncode == 0
     assert json.loads((tmp_path / "out.report.json").read_text())["all_runs"]["num_runs"] == 1
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.shared import ErrorObject
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -259,7 +260,8 @@ def test_interrupting_exits_with_130_and_keeps_what_is_done(
         (("run", "in.jsonl", "-o", "out.jsonl", "--kv-cache-memory", "1k"), "KV"),
         (("run", "in.jsonl", "-o", "out.jsonl", "--plan", "in.jsonl"), "plan"),
         (("run", "in.jsonl", "-o", "out.jsonl", "--hardware", "b300"), "a100-80g-paper"),
-        (("run", "in.jsonl", "-o", "out.jsonl", "--engine", "simulated"), "-o"),
+        (("run", "in.jsonl", "-o", "-", "--ordered"), "give -o a file"),
+        (("run", "in.jsonl", "-o", "nowhere://bucket/out.jsonl"), "s3://bucket/file"),
         (("run", "in.jsonl", "-o", "nowhere/out.jsonl"), "nowhere"),
     ],
 )
@@ -351,6 +353,31 @@ def test_the_simulated_engine_prints_time_and_blend(cli: Cli, tmp_path: Path) ->
     assert simulated["compute_s"] > 0
     assert simulated["memory_s"] > 0
     assert "simulated" in done.stderr
+
+
+def test_every_line_of_a_simulated_job_parses_with_the_types_of_openai(cli: Cli, tmp_path: Path) -> None:
+    lines: list[Any] = [chat("chat", n=2, logprobs=True), completion("text", "Once", max_tokens=5), "{", [1]]
+    lines += [completion("long", "x", max_tokens=10**9), chat("hot", temperature=9), {"custom_id": "bare"}]
+    output = tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", lines)
+    done = cli("run", source, "-o", output, "--engine", "simulated")
+    assert done.returncode == 1, done.stderr
+    results = read(output)
+    conversation = ChatCompletion.model_validate(body(results["chat"]), strict=True)
+    assert [choice.message.content for choice in conversation.choices] == ["", ""]
+    text = Completion.model_validate(body(results["text"]), strict=True)
+    assert (text.model, text.choices[0].finish_reason) == ("simulated/tiny", "length")
+    assert text.usage is not None
+    assert text.usage.completion_tokens == 5
+    failures = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert len(failures) == 5
+    for failure in failures:
+        assert failure["error"] is None
+        assert failure["response"]["status_code"] == 400
+        assert ErrorObject.model_validate(body(failure)["error"], strict=True).code
+    real = cli("run", source, "-o", output)
+    assert real.returncode == 2, "simulated results were taken for real ones"
+    assert "engine: simulated earlier, native now" in real.stderr
 
 
 def test_the_bundled_model_answers(bundled_model: Any, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_to_interrupt_keeps_what_is_done_and_prints_the_command_that_goes_on(
     option: str,
 ) -> None:
     job = CliJob(model, tmp_path)
-    process = job.start(option, "--overwrite")
+    process = job.start(option, "--restart")
     job.wait_for_results(process, 3)
     pid = engine_pid(process)
     interrupt(process)

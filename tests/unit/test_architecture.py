@@ -13,7 +13,7 @@ import typer.main
 import blendserve
 from blendserve.cli import app
 from blendserve.engines import EngineConfig
-from blendserve.jobs.setup import InputConfig, JobConfig
+from blendserve.jobs.setup import InputConfig, JobConfig, OutputConfig
 from blendserve.jobs.telemetry import TelemetryConfig
 from blendserve.planner.plan import PlanConfig
 from blendserve.planner.tree_order import OrderConfig
@@ -45,6 +45,9 @@ ONLY_IN = {
     "prometheus_client": ("jobs/metrics.py",),
     "rich": ("cli/",),
     "typer": ("cli/",),
+    "fsspec": ("jobs/storage.py",),
+    "pyarrow": ("jobs/publish.py",),
+    "zstandard": ("jobs/publish.py",),
 }
 
 
@@ -104,6 +107,8 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
         "tokenizers",
         "safetensors",
         "pyarrow",
+        "fsspec",
+        "zstandard",
         "ray",
         "vllm",
         "sglang",
@@ -125,7 +130,7 @@ def options_of(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, JobConfig, TelemetryConfig]
+    "config", [EngineConfig, PlanConfig, OrderConfig, InputConfig, OutputConfig, JobConfig, TelemetryConfig]
 )
 def test_every_setting_is_a_flag_of_run(config: type) -> None:
     assert is_dataclass(config)
@@ -138,7 +143,8 @@ def test_every_setting_is_a_flag_of_run(config: type) -> None:
 
 
 def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
-    only_run = {"output", "errors", "overwrite", "attention_backend", "num_threads", "policy", "plan_file"}
+    only_run = {"attention_backend", "num_threads", "policy", "plan_file"}
+    only_run |= {field.name for field in fields(OutputConfig)}
     only_run |= {field.name for field in fields(TelemetryConfig)} | {"progress", "quiet"}
     only_run |= {"engine_process", "max_engine_restarts", "deadline", "max_time", "finalize"}
     server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +43,7 @@ from blendserve.cli.options import (
 )
 from blendserve.cli.progress import ProgressDisplay
 from blendserve.engines import EngineConfig, open_engine
+from blendserve.jobs.publish import InputOrder
 from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model, plan_job
 from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
 from blendserve.simulator import practical_optimum
@@ -97,7 +99,7 @@ def plan_command(
             plan_file=None,
             seed=seed,
         )
-        job = read_and_plan(config, done=set())
+        job = read_and_plan(config)
         print_refused(job)
         print_plan(job)
         if len(job.prepared.requests) == 0:
@@ -118,12 +120,17 @@ def plan_command(
         raise typer.Exit(EXIT_SOME_FAILED if job.prepared.errors else EXIT_OK)
 
 
-def read_and_plan(config: JobConfig, done: set[str], display: ProgressDisplay | None = None) -> PlannedJob:
+def read_and_plan(
+    config: JobConfig,
+    done: Container[str] = frozenset(),
+    order: InputOrder | None = None,
+    display: ProgressDisplay | None = None,
+) -> PlannedJob:
     """Everything before the model is loaded, with a line on what was read."""
     files = find_model(config, console.print)
     started_s = time.perf_counter()
     with display or ProgressDisplay() as shown:
-        job = plan_job(config, files, done, shown.preparing)
+        job = plan_job(config, files, done, order, shown.preparing)
     prepared = job.prepared
     skipped = f", {prepared.num_done:,} done before" if prepared.num_done else ""
     console.print(
@@ -136,7 +143,7 @@ def read_and_plan(config: JobConfig, done: set[str], display: ProgressDisplay | 
 
 def simulated_cost(job: PlannedJob, policy_name: PolicyName) -> dict[str, Any]:
     """Run the schedule on a virtual clock, with the expected output lengths as the real ones."""
-    output_tokens = job.plan.output_tokens_est.round().astype("int32")
+    output_tokens = job.expected_output_tokens
     config = EngineConfig(
         engine="simulated",
         hardware=job.config.engine.hardware,

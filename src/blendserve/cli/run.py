@@ -83,7 +83,9 @@ from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS
 from blendserve.errors import BlendServeError, ConfigError
 from blendserve.jobs.deadline import Deadline, seconds_left
 from blendserve.jobs.event_log import event_log
+from blendserve.jobs.manifest import digested_stdin
 from blendserve.jobs.metrics import JobMetrics, metrics_endpoint
+from blendserve.jobs.publish import Publication
 from blendserve.jobs.run_report import (
     RunReport,
     Status,
@@ -92,7 +94,8 @@ from blendserve.jobs.run_report import (
     summary_document,
     versions,
 )
-from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model
+from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, OutputConfig, PlannedJob, find_model
+from blendserve.jobs.store import FLUSH_INTERVAL_S, ResultStore
 from blendserve.jobs.telemetry import Telemetry, TelemetryConfig
 
 if TYPE_CHECKING:
@@ -109,7 +112,8 @@ def run_command(
             "--output",
             "-o",
             metavar="OUT.jsonl",
-            help="Results, appended as they finish; [b]-[/b] for standard output.",
+            help="Results, appended as they finish; [b]-[/b] for standard output. OUT.jsonl.gz, "
+            ".jsonl.zst, .parquet and URLs (s3://…) are made from a local OUT.jsonl when the job is complete.",
         ),
     ] = None,
     errors: Annotated[
@@ -118,8 +122,27 @@ def run_command(
             metavar="ERR.jsonl", help="Lines that failed. Default: OUT.errors.jsonl beside the output."
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Drop earlier results instead of skipping what is done.")
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Results in the order of the input, once the job is complete.")
+    ] = False,
+    flush_interval: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Force results onto the disk so often; 0: after every step. Only what came since can be "
+            "lost, and only if the machine dies.",
+        ),
+    ] = FLUSH_INTERVAL_S,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Drop earlier results instead of skipping what is done.")
+    ] = False,
+    continue_anyway: Annotated[
+        bool,
+        typer.Option(
+            "--continue-anyway",
+            help="Keep earlier results although input, model or options differ, and run the rest.",
+        ),
     ] = False,
     as_json: AsJson = False,
     model: Model = None,
@@ -186,7 +209,8 @@ def run_command(
 ) -> None:
     """Run a batch file and write the results.
 
-    Running the same command again skips the lines that already have a result.
+    Running the same command again skips the lines that already have a result. It is refused if input, model or
+    options differ from the earlier run's.
 
     Exit codes: 0 all lines succeeded, 1 some failed (see the error file), 2 the job could not run,
     3 the time was up (--deadline, --max-time), 130 interrupted; after 2, 3 and 130 run it again to go on.
@@ -209,14 +233,14 @@ def run_command(
         reporting = telemetry_config(locals())
         console.quiet = quiet or progress == "json"
         display = ProgressDisplay("none" if quiet and progress == "auto" else progress)
-        if config.engine.engine == "simulated":
-            _refuse_unused(output, reporting)
+        if config.engine.engine == "simulated" and output is None:
             _simulate(config, as_json, display)
             return
         if output is None:
             raise ConfigError("no output named; add -o OUT.jsonl, or -o - for standard output")
         if as_json and output == "-":
             raise ConfigError("--json and -o - both need standard output; give -o a file")
+        wanted = OutputConfig(output, errors, ordered, flush_interval, restart, continue_anyway)
         metrics = JobMetrics()
         with ExitStack() as until_end:
             until_end.enter_context(
@@ -226,53 +250,28 @@ def run_command(
                 url = until_end.enter_context(metrics_endpoint(metrics, metrics_host, metrics_port))
                 console.print(f"metrics  {url}")
                 _log.info("metrics_served", extra={"fields": {"url": url}})
-            code = _run_job(
-                config,
-                reporting,
-                output,
-                errors,
-                overwrite,
-                as_json,
-                display,
-                metrics,
-                run_deadline,
-                finalize,
-            )
+            code = _run_job(config, wanted, reporting, display, metrics, run_deadline, finalize, as_json)
         raise typer.Exit(code)
-
-
-def _refuse_unused(output: str | None, reporting: TelemetryConfig) -> None:
-    if output is not None:
-        raise ConfigError(
-            "the simulated engine generates no text, so there is nothing to write; leave -o out"
-        )
-    for flag, value in (
-        ("--log-file", reporting.log_file),
-        ("--metrics-port", reporting.metrics_port),
-        ("--cost-per-hour", reporting.cost_per_hour),
-    ):
-        if value is not None:
-            raise ConfigError(f"the simulated engine runs nothing that {flag} could tell of; leave it out")
 
 
 def _run_job(
     config: JobConfig,
+    wanted: OutputConfig,
     reporting: TelemetryConfig,
-    output: str,
-    errors: str | None,
-    overwrite: bool,
-    as_json: bool,
     display: ProgressDisplay,
     metrics: JobMetrics,
     deadline: Deadline | None,
     finalize: bool,
+    as_json: bool,
 ) -> int:
-    from blendserve.jobs.store import ResultStore
-
+    publication = Publication(wanted.output, wanted.errors, ordered=wanted.ordered)
+    if not wanted.restart:
+        publication.check()
+    working = publication.output.working
     started_s = time.time()
     description = {
         "input": config.source.input,
-        "output": output,
+        "output": wanted.output,
         "engine": config.engine.engine,
         "policy": config.policy,
         "configuration": {**asdict(config), "telemetry": asdict(reporting)},
@@ -282,18 +281,23 @@ def _run_job(
     try:
         files = find_model(config, console.print)
         with ExitStack() as until_end:
+            stdin = until_end.enter_context(digested_stdin()) if config.source.input == "-" else None
             store = until_end.enter_context(
                 ResultStore(
-                    output,
-                    errors,
-                    model=None if config.engine.forwards else files.name,
+                    working,
+                    publication.working_errors,
+                    model=None if config.engine.forwards else config.model_name(files),
                     input_path=config.source.input,
-                    overwrite=overwrite,
+                    signature=config.signature(files, stdin),
+                    restart=wanted.restart,
+                    continue_anyway=wanted.continue_anyway,
+                    flush_interval_s=wanted.flush_interval,
                 )
             )
-            has_report = reporting.report and Path(output).is_file()
-            earlier = earlier_runs(report_paths(output).json, len(store.done)) if has_report else []
-            job = read_and_plan(config, store.done, display)
+            has_report = reporting.report and Path(working).is_file()
+            earlier = earlier_runs(report_paths(working).json, len(store.done)) if has_report else []
+            job = read_and_plan(config, store.done, publication.order, display)
+            store.compare_stdin()
             print_refused(job)
             if len(job.prepared.requests):
                 print_plan(job)
@@ -307,10 +311,10 @@ def _run_job(
             # A run that finds nothing left to do leaves the report of those before it.
             if has_report and (len(job.prepared.requests) or not earlier):
                 report = RunReport(
-                    output,
+                    working,
                     telemetry,
                     {**description, "model": files.name},
-                    [] if overwrite else earlier,
+                    [] if wanted.restart else earlier,
                     cost_per_hour=reporting.cost_per_hour,
                     started_s=started_s,
                 )
@@ -336,13 +340,16 @@ def _run_job(
                 _log.info(
                     "job_ended", extra={"fields": {"status": status, **summary_document(running.summary)}}
                 )
+            summary = running.summary
+            cost = written["cost"] if written else None
+            if display.mode != "json":
+                _print_summary(job, summary, time.perf_counter() - running_since_s, cost)
+            if summary.is_complete:
+                for made in publication.write():
+                    console.print(f"written  {made.path}; kept {made.working}, which it was made from")
     except (BlendServeError, KeyboardInterrupt) as error:
         _log.error("job_failed", extra={"fields": {"reason": str(error) or type(error).__name__}})
         raise
-    summary = running.summary
-    cost = written["cost"] if written else None
-    if display.mode != "json":
-        _print_summary(job, summary, time.perf_counter() - running_since_s, cost)
     if as_json:
         document = _summary_document(job, summary)
         if cost is not None:
@@ -378,7 +385,7 @@ def _print_event(line: str) -> None:
 
 def _resume_command() -> str:
     """The command that goes on with this job, as it was given; without what would drop the results."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--overwrite"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--restart"]
     is_module = Path(sys.argv[0]).name == "__main__.py"
     program = [sys.executable, "-m", "blendserve.cli"] if is_module else [Path(sys.argv[0]).name]
     return shlex.join([*program, *arguments])
@@ -428,7 +435,7 @@ def _stopping_between_steps() -> Iterator[Callable[[Iterator[JobProgress]], Iter
 
 
 def _simulate(config: JobConfig, as_json: bool, display: ProgressDisplay) -> None:
-    job = read_and_plan(config, set(), display)
+    job = read_and_plan(config, display=display)
     print_refused(job)
     if len(job.prepared.requests) == 0:
         raise typer.Exit(EXIT_SOME_FAILED)

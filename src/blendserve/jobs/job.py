@@ -129,10 +129,10 @@ class Job:
     """One run over the lines that have no result yet.
 
     Iterate `run()` to the end. Whatever stops it, Ctrl-C and a dying engine included, every line that was
-    written stays, the store is closed, and the same job can be started again for the rest. A line of several
+    written stays and is on the disk, and the same job can be started again for the rest. A line of several
     completions is written when it has all of them; interrupted before, they all run again.
 
-    `engine` may be None where `prepared` has no requests. `close` closes it.
+    `engine` may be None where `prepared` has no requests. `close` closes it, but not the store.
 
     As `deadline` comes near nothing more is admitted, and when it is over the run ends. Lines without a result
     then stay as they are, to be run later, or with `finalize` get an error of code `batch_expired`.
@@ -174,13 +174,14 @@ class Job:
         try:
             for error in self._prepared.errors:
                 self._write_failure(error)
+            self._store.flush()
             yield progress
             if len(self._prepared.requests):
                 assert self._engine is not None
                 for output in self._engine.run(self._prepared.requests, self._policy):
                     for request, result in output.results:
                         self._take(request, result)
-                    self._store.sync_if_due()
+                    self._store.flush()
                     progress.add_step(output.stats)
                     progress.step = output
                     progress.elapsed_s = time.perf_counter() - started_s
@@ -203,7 +204,7 @@ class Job:
                 )
         finally:
             progress.elapsed_s = time.perf_counter() - started_s
-            self._store.close()
+            self._store.sync()
 
     @property
     def summary(self) -> JobSummary:
@@ -276,12 +277,9 @@ class Job:
         self.progress.completed += 1
 
     def close(self) -> None:
-        """Close the engine and the files."""
-        try:
-            self._store.close()
-        finally:
-            if self._engine is not None:
-                self._engine.close()
+        """Close the engine."""
+        if self._engine is not None:
+            self._engine.close()
 
     def _expire(self) -> None:
         """Write an error for every line that has no result."""

@@ -34,6 +34,11 @@ _MIN_LOGPROB = -9999.0
 """OpenAI's value for "very unlikely"; JSON has no -Infinity"""
 _UTF8_BOM = b"\xef\xbb\xbf"
 
+_ESCAPED_SEPARATORS = tuple(
+    (chr(code).encode(), f"\\u{code:04x}".encode()) for code in (0x85, 0x2028, 0x2029)
+)
+"""line ends to some readers (Python's `str.splitlines` among them), data inside a JSON string"""
+
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -717,7 +722,11 @@ def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) 
         "response": {"status_code": status_code, "request_id": uuid4().hex, "body": body},
         "error": None,
     }
-    return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
+    line = orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
+    for separator, escaped in _ESCAPED_SEPARATORS:  # in JSON they occur in strings only
+        if separator in line:
+            line = line.replace(separator, escaped)
+    return line
 
 
 def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -62,7 +62,7 @@ def prepare(
     any_model: bool = False,
     endpoint: str | None = None,
     limit: int | None = None,
-    done: Set[str] = frozenset(),
+    done: Container[str] = frozenset(),
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> Prepared:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from blendserve.cost_model import CostModel
-from blendserve.engines import EngineConfig, open_engine
+from blendserve.engines import Engine, EngineConfig, open_engine
 from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS, SupervisedEngine
 from blendserve.jobs.deadline import Deadline
 from blendserve.jobs.job import Job
-from blendserve.jobs.openai_format import read_rows
+from blendserve.jobs.manifest import JobSignature, StreamDigest, digest_of_model
+from blendserve.jobs.openai_format import LineError, Row, read_rows
 from blendserve.jobs.prepare import OnProgress, Prepared, prepare
-from blendserve.jobs.store import ResultStore
+from blendserve.jobs.publish import InputOrder
+from blendserve.jobs.store import FLUSH_INTERVAL_S, ResultStore
 from blendserve.models import ModelFiles, remote_model, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
+from blendserve.planner.prefix_tree import Ints
 from blendserve.request import RequestTable
 from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.policy import Policy
@@ -41,6 +47,24 @@ class InputConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """Where results go, and what happens to those that are there."""
+
+    output: str
+    """JSONL file, `-` for standard output; `.gz`, `.zst`, `.parquet` and URLs are made from one"""
+    errors: str | None = None
+    """file for lines that failed; None: beside the output"""
+    ordered: bool = False
+    """lines in the order of the input, once the job is complete"""
+    flush_interval: float = FLUSH_INTERVAL_S
+    """seconds between two times that results are forced onto the disk; 0: after every write"""
+    restart: bool = False
+    """drop earlier results"""
+    continue_anyway: bool = False
+    """keep earlier results although they are of another job"""
+
+
+@dataclass(frozen=True, slots=True)
 class JobConfig:
     """Everything that decides what a job does."""
 
@@ -53,6 +77,25 @@ class JobConfig:
     seed: int = 0
     max_engine_restarts: int = DEFAULT_MAX_RESTARTS
     """restarts of a dead engine in a row, without a result in between"""
+
+    def model_name(self, files: ModelFiles) -> str:
+        """The name in the results; nobody shall take simulated ones for real."""
+        return f"simulated/{files.name}" if self.engine.engine == "simulated" else files.name
+
+    def signature(self, files: ModelFiles, stdin: StreamDigest | None) -> JobSignature:
+        """What results of this job are of; `stdin` digests standard input while that is read."""
+        parameters: dict[str, Any] = {
+            "engine": self.engine.engine,
+            "dtype": self.engine.dtype,
+            "max_model_len": self.engine.max_model_len,
+            "seed": self.seed,
+        }
+        if self.engine.forwards:
+            parameters["base_url"] = self.engine.base_url
+        if self.engine.engine == "simulated":
+            parameters["output_tokens_field"] = self.source.output_tokens_field
+        model_digest = "" if files.folder is None else digest_of_model(files.folder)
+        return JobSignature([self.source.input], self.model_name(files), model_digest, parameters, stdin)
 
 
 @dataclass(slots=True)
@@ -78,7 +121,7 @@ class PlannedJob:
         engine = None
         if len(self.prepared.requests):
             engine = SupervisedEngine(
-                lambda: open_engine(self.config.engine, self.files, self.tokenizer, self.cost_model),
+                self._open_engine,
                 self._policy_for,
                 max_restarts=self.config.max_engine_restarts,
                 on_event=on_event,
@@ -89,10 +132,24 @@ class PlannedJob:
             make_policy(self.config.policy, self.plan, seed=self.config.seed),
             store,
             self.tokenizer,
-            model=self.files.name,
+            model=self.config.model_name(self.files),
             deadline=deadline,
             finalize=finalize,
         )
+
+    def _open_engine(self) -> Engine:
+        return open_engine(
+            self.config.engine,
+            self.files,
+            self.tokenizer,
+            self.cost_model,
+            output_tokens=self.expected_output_tokens,
+        )
+
+    @property
+    def expected_output_tokens(self) -> Ints:
+        """[num_requests] what the simulated engine generates: declared, else assumed of each request by itself."""
+        return self.plan.output_tokens_est.round().astype(np.int32)
 
     def _policy_for(self, requests: RequestTable) -> Policy:
         """A policy for some of the requests, planned anew."""
@@ -119,9 +176,13 @@ def _names_no_model(config: JobConfig) -> bool:
 
 
 def plan_job(
-    config: JobConfig, files: ModelFiles, done: set[str], on_progress: OnProgress | None = None
+    config: JobConfig,
+    files: ModelFiles,
+    done: Container[str],
+    order: InputOrder | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PlannedJob:
-    """Read, check and plan the lines that are not `done`.
+    """Read, check and plan the lines that are not `done`; `order` takes note of the order of all of them.
 
     Raises:
         ConfigError: an option or the saved plan does not fit.
@@ -129,12 +190,11 @@ def plan_job(
     tokenizer = ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
     cost_model = config.engine.cost_model(files)
     source = config.source
+    rows = read_rows(
+        source.input, output_tokens_field=source.output_tokens_field, pass_through=config.engine.forwards
+    )
     prepared = prepare(
-        read_rows(
-            source.input,
-            output_tokens_field=source.output_tokens_field,
-            pass_through=config.engine.forwards,
-        ),
+        rows if order is None else _noted(rows, order),
         tokenizer,
         served_model_name=files.name,
         max_model_len=config.engine.context_limit(cost_model.model),
@@ -151,3 +211,10 @@ def plan_job(
     else:
         plan = make_plan(prepared.requests, cost_model, config.plan)
     return PlannedJob(config, files, tokenizer, cost_model, prepared, plan)
+
+
+def _noted(rows: Iterable[Row | LineError], order: InputOrder) -> Iterator[Row | LineError]:
+    for row in rows:
+        if row.custom_id is not None:
+            order.add(row.custom_id)
+        yield row

@@ -2,6 +2,7 @@ import orjson
 import pytest
 
 from blendserve.errors import EngineError
+from blendserve.jobs import store as store_module
 from blendserve.jobs.job import Job
 from blendserve.jobs.openai_format import COMPLETIONS_URL, parse_line
 from blendserve.jobs.prepare import prepare
@@ -71,17 +72,17 @@ def run(tmp_path):
     output = tmp_path / "out.jsonl"
 
     def run(engine, *bodies):
-        store = ResultStore(output, model="m")
-        prepared = prepare(
-            rows(*bodies), TokenIds(), served_model_name="m", max_model_len=100, done=store.done
-        )
-        job = Job(prepared, engine, None, store, TokenIds(), model="m")
-        ended_by, steps = None, 0
-        try:
-            for _ in job.run():
-                steps += 1
-        except (EngineError, KeyboardInterrupt) as error:
-            ended_by = error
+        ended_by = None
+        with ResultStore(output, model="m") as store:
+            prepared = prepare(
+                rows(*bodies), TokenIds(), served_model_name="m", max_model_len=100, done=store.done
+            )
+            job = Job(prepared, engine, None, store, TokenIds(), model="m")
+            try:
+                for _ in job.run():
+                    pass
+            except (EngineError, KeyboardInterrupt) as error:
+                ended_by = error
         return job, ended_by, by_custom_id(output), by_custom_id(default_errors_path(output))
 
     return run
@@ -137,9 +138,9 @@ def test_progress_after_every_step(tmp_path):
         served_model_name="m",
         max_model_len=9,
     )
-    store = ResultStore(tmp_path / "out.jsonl", model="m")
-    job = Job(prepared, EchoEngine(batch_size=1), None, store, TokenIds(), model="m")
-    seen = [(p.completed, p.failed, p.num_output_tokens, p.num_steps, p.num_waiting) for p in job.run()]
+    with ResultStore(tmp_path / "out.jsonl", model="m") as store:
+        job = Job(prepared, EchoEngine(batch_size=1), None, store, TokenIds(), model="m")
+        seen = [(p.completed, p.failed, p.num_output_tokens, p.num_steps, p.num_waiting) for p in job.run()]
     assert seen == [(0, 1, 0, 0, 0), (1, 1, 1, 1, 1), (2, 1, 3, 2, 0)]
     summary = job.summary
     assert (summary.num_prompt_tokens, summary.num_cached_tokens, summary.num_output_tokens) == (3, 2, 3)
@@ -176,14 +177,18 @@ def test_lines_that_failed_run_again(run):
     assert (job.summary.num_done, job.summary.completed) == (1, 1)
 
 
-def test_the_store_is_closed_when_the_caller_stops(tmp_path):
-    output = tmp_path / "out.jsonl"
-    store = ResultStore(output, model="m")
-    prepared = prepare(rows({"prompt": [1]}), TokenIds(), served_model_name="m", max_model_len=9)
-    steps = Job(prepared, EchoEngine(), None, store, TokenIds(), model="m").run()
-    next(steps)
-    steps.close()
-    ResultStore(output, model="m").close()  # the lock is free
+def test_results_are_on_the_disk_when_the_caller_stops(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(store_module.os, "fsync", synced.append)
+    with ResultStore(tmp_path / "out.jsonl", model="m") as store:
+        prepared = prepare(rows({"prompt": [1]}), TokenIds(), served_model_name="m", max_model_len=9)
+        steps = Job(prepared, EchoEngine(), None, store, TokenIds(), model="m").run()
+        next(steps)
+        next(steps)
+        synced.clear()
+        steps.close()
+        assert len(synced) == 1
+    assert list(by_custom_id(tmp_path / "out.jsonl")) == ["r1"]
 
 
 def test_an_engine_that_leaves_requests_unanswered_is_an_error(run):

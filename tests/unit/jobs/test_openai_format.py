@@ -6,6 +6,7 @@ import orjson
 import pytest
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
+from openai.types.shared import ErrorObject
 
 from blendserve.errors import ConfigError, RequestError
 from blendserve.jobs.openai_format import (
@@ -585,12 +586,26 @@ def test_completions_result_is_openais_shape():
     assert body.usage.prompt_tokens_details.cached_tokens == 4
 
 
+def test_what_other_readers_take_for_the_end_of_a_line_is_escaped():
+    text = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1e\r\né\u2027\u202a"
+    row = PreparedRow(1, text, COMPLETIONS_URL, 1)
+    line = success_line(row, [completion(text)], model="m", num_prompt_tokens=1, tokenizer=ToyTokenizer())
+    failure = failure_line(LineError(3, text, "some_code", text))
+    for written in (line, failure):
+        assert len(written.decode().splitlines()) == 1
+        assert orjson.loads(written)["custom_id"] == text
+    assert orjson.loads(line)["response"]["body"]["choices"][0]["text"] == text
+    assert orjson.loads(failure)["response"]["body"]["error"]["message"] == text
+
+
 @pytest.mark.parametrize(("status_code", "kind"), [(400, "invalid_request_error"), (500, "server_error")])
 def test_failure_line(status_code, kind):
     result = orjson.loads(failure_line(LineError(3, None, "some_code", "why", "n", status_code)))
     assert result["id"].startswith("batch_req_")
     assert (result["custom_id"], result["error"]) == (None, None)
     assert result["response"]["status_code"] == status_code
+    error = ErrorObject.model_validate(result["response"]["body"]["error"], strict=True)
+    assert (error.code, error.param) == ("some_code", "n")
     assert result["response"]["body"]["error"] == {
         "message": "why",
         "type": kind,
