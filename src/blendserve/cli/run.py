@@ -25,6 +25,7 @@ from blendserve.cli.console import (
     reported_errors,
 )
 from blendserve.cli.options import (
+    DEFAULT_MAX_LINE_SIZE,
     ENGINE_DEFAULTS,
     PLAN_DEFAULTS,
     PLANNER_PANEL,
@@ -32,13 +33,16 @@ from blendserve.cli.options import (
     AsJson,
     Attention,
     BlockSize,
+    ColumnMapping,
     DtypeOption,
+    Endpoint,
     Engine,
     FreeUnusedPrefixes,
     Hardware,
-    InputPath,
+    Inputs,
     KvCacheMemory,
     Limit,
+    MaxLineBytes,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -53,12 +57,14 @@ from blendserve.cli.options import (
     ServedModelName,
     SplitBudget,
     SplitGap,
+    Strict,
     engine_config,
+    input_config,
     plan_config,
 )
 from blendserve.cli.plan import print_plan, print_refused, read_and_plan, simulated_cost
 from blendserve.errors import ConfigError
-from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model
+from blendserve.jobs.setup import DEFAULT_POLICY, JobConfig, PlannedJob, find_model
 
 if TYPE_CHECKING:
     from blendserve.jobs.job import JobProgress, JobSummary
@@ -67,7 +73,7 @@ PLAIN_PROGRESS_EVERY_S = 10.0
 
 
 def run_command(
-    source: InputPath,
+    inputs: Inputs,
     output: Annotated[
         str | None,
         typer.Option(
@@ -90,8 +96,12 @@ def run_command(
     model: Model = None,
     served_model_name: ServedModelName = None,
     any_model: AnyModel = False,
+    endpoint: Endpoint = None,
+    strict: Strict = False,
     limit: Limit = None,
     output_tokens_field: OutputTokensField = None,
+    column_mapping: ColumnMapping = None,
+    max_line_bytes: MaxLineBytes = DEFAULT_MAX_LINE_SIZE,
     engine: Engine = ENGINE_DEFAULTS.engine,
     hardware: Hardware = None,
     dtype: DtypeOption = ENGINE_DEFAULTS.dtype,
@@ -126,7 +136,7 @@ def run_command(
     """
     with reported_errors():
         config = JobConfig(
-            InputConfig(source, model, served_model_name, any_model, limit, output_tokens_field),
+            input_config(locals()),
             engine_config(locals()),
             plan_config(locals()),
             policy=policy,
@@ -152,13 +162,13 @@ def _refuse_output(output: str | None) -> None:
 
 
 def _run_job(config: JobConfig, output: str, errors: str | None, overwrite: bool, as_json: bool) -> int:
-    from blendserve.jobs.store import ResultStore
+    from blendserve.jobs.store import ResultStore, default_errors_path
 
     files = find_model(config, console.print)
     with ResultStore(
-        output, errors, model=files.name, input_path=config.source.input, overwrite=overwrite
+        output, errors, model=files.name, inputs=config.source.inputs, overwrite=overwrite
     ) as store:
-        job = read_and_plan(config, done=store.done)
+        job = read_and_plan(config, store.done, exclude=(output, errors or default_errors_path(output)))
         print_refused(job)
         if len(job.prepared.requests):
             print_plan(job)
@@ -210,7 +220,7 @@ def _stopping_between_steps() -> Iterator[Callable[[Iterator[JobProgress]], Iter
 
 
 def _simulate(config: JobConfig, as_json: bool) -> None:
-    job = read_and_plan(config, done=set())
+    job = read_and_plan(config)
     print_refused(job)
     if len(job.prepared.requests) == 0:
         raise typer.Exit(EXIT_SOME_FAILED)

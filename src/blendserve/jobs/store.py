@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from blendserve.errors import BlendServeError, ConfigError
+from blendserve.jobs.columns import CustomIds
 
 _NOT_JSON = "is not JSON; choose another file, or overwrite this one"
 
@@ -44,7 +45,7 @@ class ResultStore:
         output: file to append to, `-` for standard output; only a regular file can be resumed.
         errors: file for failed lines; None puts it beside the output, or into the same stream with `-`.
         model: the name in the results; an output of another model is refused.
-        input_path: the job's input, which must be neither of the two files.
+        inputs: the job's inputs, which must be neither of the two files.
         overwrite: drop earlier results instead of resuming.
 
     Raises:
@@ -57,19 +58,19 @@ class ResultStore:
         errors: str | Path | None = None,
         *,
         model: str,
-        input_path: str | Path | None = None,
+        inputs: Sequence[str | Path] = (),
         overwrite: bool = False,
     ) -> None:
-        self.done: set[str] = set()
+        self.done = CustomIds()
         """custom_ids with a result in the output file"""
         self._open_files = ExitStack()
         try:
-            self._output = self._errors = self._open(output, input_path)
+            self._output = self._errors = self._open(output, inputs)
             if errors is not None or self._output.is_regular:
                 errors = default_errors_path(output) if errors is None else errors
                 if self._output.is_same_file(errors):
                     raise ConfigError(f"{errors} is both the output and the error file; name two files")
-                self._errors = self._open(errors, input_path)
+                self._errors = self._open(errors, inputs)
             whole = _Extent(0, True)
             if not overwrite:
                 whole = self._output.scan(lambda result: self._take_result(result, model))
@@ -110,10 +111,10 @@ class ResultStore:
     ) -> None:
         self.close()
 
-    def _open(self, path: str | Path, input_path: str | Path | None) -> _LineFile:
+    def _open(self, path: str | Path, inputs: Sequence[str | Path]) -> _LineFile:
         file = _LineFile(path)
         self._open_files.callback(file.close)
-        if input_path is not None and file.is_same_file(input_path):
+        if any(file.is_same_file(input_path) for input_path in inputs):
             raise ConfigError(f"{path} is the input of the job too; write the results to another file")
         return file
 

@@ -51,7 +51,7 @@ def test_resume_keeps_results_and_empties_the_error_file(output):
         store.write_result(result_line("a"))
         store.write_error(FAILURE)
     with ResultStore(output, model="m") as store:
-        assert store.done == {"a"}
+        assert set(store.done) == {"a"}
         assert default_errors_path(output).read_bytes() == b""
         store.write_result(result_line("b"))
     assert output.read_bytes() == result_line("a") + result_line("b")
@@ -73,7 +73,7 @@ def test_a_torn_last_line_is_cut_off(output, torn):
 def test_a_last_line_that_lacks_only_its_lf_is_kept(output):
     output.write_bytes(result_line("a") + result_line("b")[:-1])
     with ResultStore(output, model="m") as store:
-        assert store.done == {"a", "b"}
+        assert set(store.done) == {"a", "b"}
         store.write_result(result_line("c"))
     assert output.read_bytes() == result_line("a") + result_line("b") + result_line("c")
 
@@ -126,7 +126,7 @@ def test_refusal_releases_the_files(output):
     with pytest.raises(ConfigError, match="model"):
         ResultStore(output, model="m")
     with ResultStore(output, model="other") as store:
-        assert store.done == {"a"}
+        assert set(store.done) == {"a"}
 
 
 def test_the_input_is_never_an_output(output, tmp_path):
@@ -134,9 +134,9 @@ def test_the_input_is_never_an_output(output, tmp_path):
     link = tmp_path / "link.jsonl"
     link.symlink_to(output)
     with pytest.raises(ConfigError, match="input"):
-        ResultStore(link, model="m", input_path=output, overwrite=True)
+        ResultStore(link, model="m", inputs=[output], overwrite=True)
     with pytest.raises(ConfigError, match="input"):
-        ResultStore(tmp_path / "other.jsonl", output, model="m", input_path=output, overwrite=True)
+        ResultStore(tmp_path / "other.jsonl", output, model="m", inputs=[output], overwrite=True)
     assert output.read_bytes() == b"the input\n"
 
 
@@ -152,7 +152,7 @@ def test_an_output_that_cannot_be_opened(tmp_path):
 
 def test_standard_output_takes_results_and_errors(capsysbinary):
     with ResultStore("-", model="m") as store:
-        assert store.done == set()
+        assert set(store.done) == set()
         store.write_result(result_line("a"))
         store.write_error(FAILURE)
     assert capsysbinary.readouterr().out == result_line("a") + FAILURE
