@@ -484,7 +484,11 @@ def test_model_names():
     prepared = prepare_rows(*rows)
     assert [row.custom_id for row in prepared.rows] == ["id-None", "id-m"]
     not_found, mismatch = prepared.errors
-    assert (not_found.code, not_found.custom_id, not_found.status_code) == ("model_not_found", "id-other", 404)
+    assert (not_found.code, not_found.custom_id, not_found.status_code) == (
+        "model_not_found",
+        "id-other",
+        404,
+    )
     assert '"other"' in not_found.message
     assert '"m"' in not_found.message
     assert (mismatch.code, mismatch.custom_id, mismatch.status_code) == ("model_mismatch", "id-third", 400)

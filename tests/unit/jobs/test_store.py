@@ -30,7 +30,7 @@ def output(tmp_path):
 
 def done_of(output, **options):
     with ResultStore(output, model="m", **options) as store:
-        return store.done
+        return set(store.done)
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_written(output):
