@@ -349,7 +349,7 @@ def test_a_damaged_compressed_file_is_refused(read: Any, kind: str, damage: str)
         del packed[-20:]
     else:
         packed[40:60] = b"\xaa" * 20
-    with pytest.raises(ConfigError, match="cannot read the input .*complete"):
+    with pytest.raises(ConfigError, match=r"cannot read the input .*complete"):
         read(bytes(packed), name=f"in.jsonl.{kind}")
 
 
