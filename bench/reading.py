@@ -51,7 +51,13 @@ def main() -> None:
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before_mb
     print(f"{num_lines:,} lines in {cpu_s:.1f} s of CPU time, {num_lines / cpu_s:,.0f} lines/s")
     print(f"{kept_mb:,.0f} MB kept, {peak_mb:,.0f} MB at most, {kept_mb * 1e6 / num_lines:.0f} bytes a line")
-    result = {"num_lines": num_lines, "wall_s": wall_s, "cpu_s": cpu_s, "kept_mb": kept_mb, "peak_mb": peak_mb}
+    result = {
+        "num_lines": num_lines,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "kept_mb": kept_mb,
+        "peak_mb": peak_mb,
+    }
     print(json.dumps(result))
 
 
