@@ -402,7 +402,7 @@ def run_page(document: dict[str, Any]) -> str:
     sections.append(Section("Configuration", "", [], _facts_table(document["configuration"])))
     provenance = [
         f"{document['model']} on engine {document['engine']} under policy {document['policy']}",
-        f"from {document['input']} to {document['output']}",
+        f"from {', '.join(document['inputs'])} to {document['output']}",
         ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
     ]
     return page("BlendServe run", provenance, sections, notice=None)

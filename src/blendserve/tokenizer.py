@@ -141,7 +141,10 @@ class Tokenizer:
                 **kwargs,
             )
         # A template is code of the model's that runs on data of the user's.
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            *(TemplateError, ArithmeticError, AttributeError, LookupError),
+            *(TypeError, ValueError, RecursionError),
+        ) as error:
             raise RequestError(
                 "invalid_request",
                 f"the model's chat template cannot render these messages ({type(error).__name__}: {error}); "

@@ -99,7 +99,12 @@ good_envelopes = st.builds(
 )
 good_lines = good_envelopes.map(orjson.dumps)
 lines = st.binary(max_size=30) | (json_values | wild_envelopes).map(orjson.dumps) | good_lines | good_lines
-files = st.binary(max_size=300) | st.lists(lines, max_size=8).map(b"\n".join)
+files = (st.binary(max_size=300) | st.lists(lines, max_size=8).map(b"\n".join)).filter(
+    lambda content: (
+        not content.startswith((b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"\0\0\0{", b"\0\0\xfe"))
+    )
+)
+"""not UTF-16 or UTF-32, which are refused as a whole"""
 
 
 class ByteTokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,8 @@ from blendserve.engines import (
 )
 from blendserve.errors import ConfigError
 from blendserve.jobs.event_log import MAX_LINES_PER_EVENT
+from blendserve.jobs.setup import InputConfig
+from blendserve.jobs.sources import DEFAULT_MAX_LINE_BYTES
 from blendserve.jobs.telemetry import LogLevel, TelemetryConfig
 from blendserve.models import BUNDLED_MODEL
 from blendserve.planner.plan import PlanConfig
@@ -34,9 +36,13 @@ MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Plannin
 SERVER_PANEL = "Server (--engine openai)"
 TELEMETRY_PANEL = "Progress and reports"
 
-InputPath = Annotated[
-    str,
-    typer.Argument(metavar="IN.jsonl", help="Batch file in OpenAI's format, [b]-[/b] for standard input."),
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="IN...",
+        help="Batch files in OpenAI's format (.jsonl, also .gz or .zst), .parquet or .csv: files, globs, folders, "
+        "URLs that fsspec opens; [b]-[/b] for standard input.",
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -52,6 +58,34 @@ ServedModelName = Annotated[
 ]
 AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Run lines whatever model they name.", rich_help_panel=MODEL_PANEL)
+]
+Endpoint = Annotated[
+    Literal["/v1/chat/completions", "/v1/completions"] | None,
+    typer.Option(
+        help="Url that every line must have. Default: lines may have different ones.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Run nothing if a line cannot run, and name the first. Default: run the others.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+ColumnMapping = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY=COLUMN,...",
+        help="Columns of Parquet and CSV files, e.g. custom_id=id,prompt=text. Columns named prompt, messages, "
+        "custom_id or like another parameter need none.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+MaxLineBytes = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="Longer lines are errors.", rich_help_panel=MODEL_PANEL),
 ]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Only the first so many lines.", rich_help_panel=MODEL_PANEL)
@@ -301,7 +335,43 @@ CostPerHour = Annotated[
         rich_help_panel=TELEMETRY_PANEL,
     ),
 ]
+DEFAULT_MAX_LINE_SIZE = f"{DEFAULT_MAX_LINE_BYTES // 10**6}MB"
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output at the end.")]
+
+
+def input_config(options: dict[str, Any]) -> InputConfig:
+    """From the locals of a command, which are its options."""
+    return InputConfig(
+        tuple(options["inputs"]),
+        options["model"],
+        options["served_model_name"],
+        options["any_model"],
+        endpoint=options["endpoint"],
+        strict=options["strict"],
+        limit=options["limit"],
+        output_tokens_field=options["output_tokens_field"],
+        column_mapping=parse_column_mapping(options["column_mapping"]),
+        max_line_bytes=parse_bytes(options["max_line_bytes"]),
+    )
+
+
+def parse_column_mapping(text: str | None) -> dict[str, str]:
+    """Request key to column of `custom_id=id,prompt=text`.
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    mapping: dict[str, str] = {}
+    for item in text.split(",") if text else ():
+        key, equals, column = (part.strip() for part in item.partition("="))
+        if not (key and equals and column):
+            raise ConfigError(
+                f"--column-mapping: {item!r} is not KEY=COLUMN; write e.g. custom_id=id,prompt=text"
+            )
+        if key in mapping:
+            raise ConfigError(f"--column-mapping names {key!r} twice; give it one column")
+        mapping[key] = column
+    return mapping
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:

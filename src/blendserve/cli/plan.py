@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,18 +14,22 @@ from rich.text import Text
 
 from blendserve.cli.console import EXIT_OK, EXIT_SOME_FAILED, console, print_json, reported_errors
 from blendserve.cli.options import (
+    DEFAULT_MAX_LINE_SIZE,
     ENGINE_DEFAULTS,
     PLAN_DEFAULTS,
     AnyModel,
     AsJson,
     BlockSize,
+    ColumnMapping,
     DtypeOption,
+    Endpoint,
     Engine,
     FreeUnusedPrefixes,
     Hardware,
-    InputPath,
+    Inputs,
     KvCacheMemory,
     Limit,
+    MaxLineBytes,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -38,13 +42,17 @@ from blendserve.cli.options import (
     ServedModelName,
     SplitBudget,
     SplitGap,
+    Strict,
     engine_config,
+    input_config,
     plan_config,
 )
 from blendserve.cli.progress import ProgressDisplay
 from blendserve.engines import EngineConfig, open_engine
+from blendserve.jobs.openai_format import shown
 from blendserve.jobs.publish import InputOrder
-from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, PlannedJob, find_model, plan_job
+from blendserve.jobs.setup import DEFAULT_POLICY, JobConfig, PlannedJob, find_model, plan_job
+from blendserve.jobs.sources import Source
 from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
 from blendserve.simulator import practical_optimum
 
@@ -53,7 +61,7 @@ POLICY_ESTIMATE_MAX_REQUESTS = 50_000
 
 
 def plan_command(
-    source: InputPath,
+    inputs: Inputs,
     save: Annotated[
         Path | None, typer.Option(metavar="PLAN.npz", help="Save the plan for 'run --plan'.")
     ] = None,
@@ -68,8 +76,12 @@ def plan_command(
     model: Model = None,
     served_model_name: ServedModelName = None,
     any_model: AnyModel = False,
+    endpoint: Endpoint = None,
+    strict: Strict = False,
     limit: Limit = None,
     output_tokens_field: OutputTokensField = None,
+    column_mapping: ColumnMapping = None,
+    max_line_bytes: MaxLineBytes = DEFAULT_MAX_LINE_SIZE,
     engine: Engine = ENGINE_DEFAULTS.engine,
     hardware: Hardware = None,
     dtype: DtypeOption = ENGINE_DEFAULTS.dtype,
@@ -92,7 +104,7 @@ def plan_command(
     """
     with reported_errors():
         config = JobConfig(
-            InputConfig(source, model, served_model_name, any_model, limit, output_tokens_field),
+            input_config(locals()),
             engine_config(locals()),
             plan_config(locals()),
             policy=DEFAULT_POLICY,
@@ -125,12 +137,13 @@ def read_and_plan(
     done: Container[str] = frozenset(),
     order: InputOrder | None = None,
     display: ProgressDisplay | None = None,
+    sources: Sequence[Source] | None = None,
 ) -> PlannedJob:
     """Everything before the model is loaded, with a line on what was read."""
     files = find_model(config, console.print)
     started_s = time.perf_counter()
-    with display or ProgressDisplay() as shown:
-        job = plan_job(config, files, done, order, shown.preparing)
+    with display or ProgressDisplay() as progress:
+        job = plan_job(config, files, done, sources, order, progress.preparing)
     prepared = job.prepared
     skipped = f", {prepared.num_done:,} done before" if prepared.num_done else ""
     console.print(
@@ -177,13 +190,13 @@ def simulated_cost(job: PlannedJob, policy_name: PolicyName) -> dict[str, Any]:
 
 def print_refused(job: PlannedJob) -> None:
     """The first lines that cannot run, and how many more there are."""
-    shown = 20
-    for error in job.prepared.errors[:shown]:
-        where = f"line {error.line}" + (f" ({error.custom_id})" if error.custom_id else "")
+    num_shown = 100
+    for error in job.prepared.errors[:num_shown]:
+        where = error.place + (f" ({shown(error.custom_id)})" if error.custom_id else "")
         console.print(Text(f"refused  {where}: {error.code}: {error.message}", style="yellow"))
-    if len(job.prepared.errors) > shown:
+    if len(job.prepared.errors) > num_shown:
         console.print(
-            f"refused  … and {len(job.prepared.errors) - shown:,} more; all of them are in the error file"
+            f"refused  … and {len(job.prepared.errors) - num_shown:,} more; all of them are in the error file"
         )
 
 

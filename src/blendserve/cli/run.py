@@ -29,6 +29,7 @@ from blendserve.cli.console import (
     reported_errors,
 )
 from blendserve.cli.options import (
+    DEFAULT_MAX_LINE_SIZE,
     ENGINE_DEFAULTS,
     PLAN_DEFAULTS,
     PLANNER_PANEL,
@@ -39,13 +40,15 @@ from blendserve.cli.options import (
     Attention,
     BaseUrl,
     BlockSize,
+    ColumnMapping,
     CostPerHour,
     DtypeOption,
+    Endpoint,
     Engine,
     EngineProcess,
     FreeUnusedPrefixes,
     Hardware,
-    InputPath,
+    Inputs,
     KvCacheMemory,
     KvCacheTokens,
     Limit,
@@ -53,6 +56,7 @@ from blendserve.cli.options import (
     LogLevelOption,
     MaxConcurrency,
     MaxEngineRestarts,
+    MaxLineBytes,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -73,7 +77,9 @@ from blendserve.cli.options import (
     ServedModelName,
     SplitBudget,
     SplitGap,
+    Strict,
     engine_config,
+    input_config,
     plan_config,
     telemetry_config,
 )
@@ -94,7 +100,7 @@ from blendserve.jobs.run_report import (
     summary_document,
     versions,
 )
-from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, OutputConfig, PlannedJob, find_model
+from blendserve.jobs.setup import DEFAULT_POLICY, JobConfig, OutputConfig, PlannedJob, find_model
 from blendserve.jobs.store import FLUSH_INTERVAL_S, ResultStore
 from blendserve.jobs.telemetry import Telemetry, TelemetryConfig
 
@@ -105,7 +111,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_command(
-    source: InputPath,
+    inputs: Inputs,
     output: Annotated[
         str | None,
         typer.Option(
@@ -148,8 +154,12 @@ def run_command(
     model: Model = None,
     served_model_name: ServedModelName = None,
     any_model: AnyModel = False,
+    endpoint: Endpoint = None,
+    strict: Strict = False,
     limit: Limit = None,
     output_tokens_field: OutputTokensField = None,
+    column_mapping: ColumnMapping = None,
+    max_line_bytes: MaxLineBytes = DEFAULT_MAX_LINE_SIZE,
     engine: Engine = ENGINE_DEFAULTS.engine,
     hardware: Hardware = None,
     dtype: DtypeOption = ENGINE_DEFAULTS.dtype,
@@ -221,7 +231,7 @@ def run_command(
             raise ConfigError("--finalize ends a job at its deadline; add --deadline or --max-time")
         run_deadline = None if left_s is None else Deadline(left_s)
         config = JobConfig(
-            InputConfig(source, model, served_model_name, any_model, limit, output_tokens_field),
+            input_config(locals()),
             engine_config(locals()),
             plan_config(locals()),
             policy=policy,
@@ -244,7 +254,7 @@ def run_command(
         metrics = JobMetrics()
         with ExitStack() as until_end:
             until_end.enter_context(
-                event_log(log_file, log_level, keep_apart=(config.source.input, output, errors))
+                event_log(log_file, log_level, keep_apart=(*config.source.inputs, output, errors))
             )
             if metrics_port is not None:
                 url = until_end.enter_context(metrics_endpoint(metrics, metrics_host, metrics_port))
@@ -270,7 +280,7 @@ def _run_job(
     working = publication.output.working
     started_s = time.time()
     description = {
-        "input": config.source.input,
+        "inputs": list(config.source.inputs),
         "output": wanted.output,
         "engine": config.engine.engine,
         "policy": config.policy,
@@ -279,16 +289,18 @@ def _run_job(
     _log.info("job_started", extra={"fields": {**description, "versions": versions()}})
     status: Status = "failed"
     try:
+        sources = config.source.find(exclude=publication.files)
         files = find_model(config, console.print)
         with ExitStack() as until_end:
-            stdin = until_end.enter_context(digested_stdin()) if config.source.input == "-" else None
+            from_stdin = any(source.path == "-" for source in sources)
+            stdin = until_end.enter_context(digested_stdin()) if from_stdin else None
             store = until_end.enter_context(
                 ResultStore(
                     working,
                     publication.working_errors,
                     model=None if config.engine.forwards else config.model_name(files),
-                    input_path=config.source.input,
-                    signature=config.signature(files, stdin),
+                    inputs=[source.path for source in sources],
+                    signature=config.signature(files, sources, stdin),
                     restart=wanted.restart,
                     continue_anyway=wanted.continue_anyway,
                     flush_interval_s=wanted.flush_interval,
@@ -296,7 +308,7 @@ def _run_job(
             )
             has_report = reporting.report and Path(working).is_file()
             earlier = earlier_runs(report_paths(working).json, len(store.done)) if has_report else []
-            job = read_and_plan(config, store.done, publication.order, display)
+            job = read_and_plan(config, store.done, publication.order, display, sources)
             store.compare_stdin()
             print_refused(job)
             if len(job.prepared.requests):

@@ -198,8 +198,7 @@ def _run_experiments(
 def _job_workload(source: str, limit: int) -> Workload:
     """A batch file as a workload; its output lengths are the planner's first estimates."""
     job = read_and_plan(
-        JobConfig(InputConfig(source, limit=limit, any_model=True), EngineConfig(engine="simulated")),
-        done=set(),
+        JobConfig(InputConfig((source,), limit=limit, any_model=True), EngineConfig(engine="simulated"))
     )
     print_refused(job)
     num_requests = job.plan.num_requests

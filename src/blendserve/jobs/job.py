@@ -262,6 +262,7 @@ class Job:
                         sample_result.message,
                         sample_result.param,
                         sample_result.status_code,
+                        row.file,
                     )
                 )
                 return

@@ -12,34 +12,45 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import sys
+import json
+import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, Protocol
 from uuid import uuid4
 
 import orjson
 
-from blendserve.errors import ConfigError, RequestError
+from blendserve.errors import RequestError
+from blendserve.jobs.sources import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    DEFAULT_MAX_LINE_BYTES,
+    ENVELOPE_KEYS,
+    Source,
+    is_table,
+    read_lines,
+    split_lines,
+)
 from blendserve.request import Completion, SamplingParams, TokenLogprob
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
+URLS = (CHAT_URL, COMPLETIONS_URL)
 
 _MAX_N = 128
+_MAX_CUSTOM_ID_CHARACTERS = 1024
 _MAX_LOGPROBS = 20
 _MIN_LOGPROB = -9999.0
 """OpenAI's value for "very unlikely"; JSON has no -Infinity"""
-_UTF8_BOM = b"\xef\xbb\xbf"
-
 _ESCAPED_SEPARATORS = tuple(
     (chr(code).encode(), f"\\u{code:04x}".encode()) for code in (0x85, 0x2028, 0x2029)
 )
 """line ends to some readers (Python's `str.splitlines` among them), data inside a JSON string"""
 
-_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+_SINGLE_KEYS = ("custom_id", "method", "url", "body", "model", "messages", "prompt")
+"""keys of a line or body that decide what is run: twice in one object is an error, not a choice of ours"""
+_SINGLE_KEYS_AS_TEXT = tuple(f'"{key}"'.encode() for key in _SINGLE_KEYS)
+_CUSTOM_ID_IN_TEXT = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){1,1024}")')
 _ROLES = ("system", "developer", "user", "assistant")
 
 _HONOURED = frozenset(
@@ -146,6 +157,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Parameters of OpenAI or vLLM that cannot be honoured, with the values besides null that ask for nothing."""
 
+_PARAMETERS = frozenset().union(*_HONOURED_BY_URL.values(), _IGNORED, _UNSUPPORTED)
+
 
 class Tokenizer(Protocol):
     """What this module needs of `blendserve.tokenizer`."""
@@ -184,21 +197,28 @@ class LineError:
     """Why a line has no completion, in the terms of the error file."""
 
     line: int
-    """physical line of the input, from 1"""
+    """physical line of the input, or row of a table, from 1"""
     custom_id: str | None
     """None where the line has none that can be read"""
     code: str
     message: str
     param: str | None = None
     status_code: int = 400
+    file: str | None = None
+    """None where the job reads one file of lines"""
 
     @classmethod
-    def of(cls, error: RequestError, line: int, custom_id: str | None) -> LineError:
+    def of(cls, error: RequestError, line: int, custom_id: str | None, file: str | None = None) -> LineError:
         """A `RequestError` with the line that caused it."""
-        return cls(line, custom_id, error.code, error.message, error.param, error.status_code)
+        return cls(line, custom_id, error.code, error.message, error.param, error.status_code, file)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for a message."""
+        return place(self.line, self.file)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take a fifth of the time to read a line
 class Row:
     """One good line, as asked; exactly one of `chat` and `prompt` is given."""
 
@@ -218,6 +238,9 @@ class Row:
     chat_template_kwargs: dict[str, Any] | None = None
     body: bytes | None = None
     """the body to forward; `prompt` is then a likeness for planning, whatever the url"""
+    file: str | None = None
+    num_bytes: int = field(default=0, compare=False)
+    """length of the line"""
 
 
 class PreparedRow(NamedTuple):
@@ -227,72 +250,87 @@ class PreparedRow(NamedTuple):
     custom_id: str
     url: str
     n: int
+    file: str | None = None
+
+
+def place(line: int, file: str | None) -> str:
+    """A line of the input for a message: `line 3`, `line 3 of b.jsonl`, `row 3 of c.parquet`."""
+    if file is None:
+        return f"line {line}"
+    return f"{'row' if is_table(file) else 'line'} {line} of {file}"
 
 
 # -------- reading --------
 
 
 def read_rows(
-    path: str | Path, *, output_tokens_field: str | None = None, pass_through: bool = False
+    sources: Sequence[Source],
+    *,
+    output_tokens_field: str | None = None,
+    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
+    column_mapping: Mapping[str, str] | None = None,
+    pass_through: bool = False,
 ) -> Iterator[Row | LineError]:
-    """Every line of a batch file that is not blank, in order; `-` reads standard input.
+    """Every line of the sources that is not blank, in order.
 
     `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
-    `pass_through` bodies are kept as they are, for a server to judge.
+    `pass_through` bodies are kept as they are, for a server to judge. For the other options see `sources.read_lines`.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: a file cannot be read.
     """
-    try:
-        if str(path) == "-":
-            yield from parse_lines(
-                sys.stdin.buffer, output_tokens_field=output_tokens_field, pass_through=pass_through
+    parameters = _PARAMETERS | {output_tokens_field} if output_tokens_field else _PARAMETERS
+    for source in sources:
+        file = source.path if len(sources) > 1 or source.is_table else None
+        lines = read_lines(
+            source, max_line_bytes=max_line_bytes, parameters=parameters, column_mapping=column_mapping
+        )
+        for line, content in lines:
+            yield parse_line(
+                line,
+                content,
+                output_tokens_field=output_tokens_field,
+                file=file,
+                pass_through=pass_through,
             )
-        else:
-            with open(path, "rb") as file:
-                yield from parse_lines(
-                    file, output_tokens_field=output_tokens_field, pass_through=pass_through
-                )
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the input {path}: {error.strerror}; give a readable JSONL file"
-        ) from error
 
 
 def parse_lines(
     file: BinaryIO, *, output_tokens_field: str | None = None, pass_through: bool = False
 ) -> Iterator[Row | LineError]:
-    """Rows of an open file. Only LF ends a line: JSON strings may hold the other separators of Unicode."""
-    for line, raw in enumerate(file, start=1):
-        content = raw.removeprefix(_UTF8_BOM) if line == 1 else raw
-        if content := content.strip():  # ASCII white space, the CR of a CRLF among it
-            yield parse_line(
-                line, content, output_tokens_field=output_tokens_field, pass_through=pass_through
-            )
+    """Rows of an open file of lines."""
+    for line, content in split_lines(iter(lambda: file.read(1 << 20), b"")):
+        yield parse_line(line, content, output_tokens_field=output_tokens_field, pass_through=pass_through)
 
 
 def parse_line(
-    line: int, raw: bytes, *, output_tokens_field: str | None = None, pass_through: bool = False
+    line: int,
+    content: bytes | RequestError,
+    *,
+    output_tokens_field: str | None = None,
+    file: str | None = None,
+    pass_through: bool = False,
 ) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
     custom_id = None
     try:
-        envelope = _parse_json(raw)
+        if isinstance(content, RequestError):
+            raise content
+        envelope = _parse_json(content)
         custom_id = _parse_custom_id(envelope)
-        return _parse_row(line, custom_id, envelope, output_tokens_field, pass_through)
+        _refuse_repeated_keys(content)
+        return _parse_row(line, custom_id, envelope, output_tokens_field, file, len(content), pass_through)
     except RequestError as error:
-        return LineError.of(error, line, custom_id)
+        if custom_id is None and error.code == "invalid_json_line" and isinstance(content, bytes):
+            custom_id = _custom_id_in_text(content)
+        return LineError.of(error, line, custom_id, file)
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:
     try:
         envelope = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise RequestError(
-            "invalid_json_line",
-            f"This line is not valid JSON: {error.msg} (at character {error.pos}). "
-            "Write one JSON object per line, in UTF-8.",
-        ) from None
+        raise RequestError("invalid_json_line", _why_not_json(raw, error)) from None
     if not isinstance(envelope, dict):
         raise RequestError(
             "invalid_request",
@@ -301,11 +339,81 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     return envelope
 
 
+def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as problem:
+        return (
+            f"This line is not valid UTF-8, so not JSON: {problem.reason} at byte {problem.start + 1}. "
+            "Convert the file to UTF-8, e.g. iconv -f LATIN1 -t UTF-8."
+        )
+    remedy = "Write one JSON object per line, in UTF-8."
+    if "surrogate" in error.msg:
+        remedy = "An escape \\ud800 .. \\udfff stands for a character only as one of a pair; remove it."
+    elif re.match(r"-?(NaN|Infinity)", error.doc[error.pos :]) or "infinity" in error.msg:
+        remedy = "JSON has neither NaN nor Infinity, and no larger number than 1.7e308; write null or leave it out."
+    return f"This line is not valid JSON: {error.msg} (at character {error.pos}). {remedy}"
+
+
+def _custom_id_in_text(raw: bytes) -> str | None:
+    """The custom_id of a line that is not JSON, to tell which request it was."""
+    for match in _CUSTOM_ID_IN_TEXT.finditer(raw):
+        try:
+            return str(orjson.loads(match[1]))
+        except orjson.JSONDecodeError:
+            continue
+    return None
+
+
 def _parse_custom_id(envelope: dict[str, Any]) -> str:
     custom_id = _require(envelope, "custom_id", 'Give every line its own, such as "custom_id": "request-1".')
     if not isinstance(custom_id, str) or not custom_id:
         raise invalid("custom_id", custom_id, "a non-empty string")
+    if len(custom_id) > _MAX_CUSTOM_ID_CHARACTERS:
+        raise RequestError(
+            "invalid_request",
+            f"The custom_id {shown(custom_id)} has {len(custom_id):,} characters. "
+            f"Use at most {_MAX_CUSTOM_ID_CHARACTERS:,}.",
+            param="custom_id",
+        )
     return custom_id
+
+
+def _refuse_repeated_keys(raw: bytes) -> None:
+    """Refuse a line that says two things about what to run; JSON parsers keep the last one silently.
+
+    Looks closer only where such a key is in the text twice. A key that is written with escapes is not seen.
+    """
+    count = raw.count
+    for key in _SINGLE_KEYS_AS_TEXT:
+        if count(key) > 1:
+            break
+    else:
+        return
+
+    def of_pairs(pairs: list[tuple[str, Any]]) -> _Repeating:
+        names = [name for name, _ in pairs]
+        repeated = next((name for name in _SINGLE_KEYS if names.count(name) > 1), None)
+        return _Repeating(repeated, dict(pairs).get("body"))
+
+    try:
+        envelope = json.loads(raw, object_pairs_hook=of_pairs, parse_int=len, parse_float=len)
+    except RecursionError:
+        raise RequestError("invalid_request", "This line is nested too deeply. Flatten it.") from None
+    body = envelope.body if isinstance(envelope.body, _Repeating) else _Repeating(None, None)
+    if repeated := envelope.key or body.key:
+        raise RequestError(
+            "invalid_request",
+            f"The key '{repeated}' is there twice, and it is not clear which one counts. Remove one of them.",
+            param=repeated,
+        )
+
+
+class _Repeating(NamedTuple):
+    """An object of a line: a key that it has twice, and its body."""
+
+    key: str | None
+    body: Any
 
 
 def _parse_row(
@@ -313,12 +421,14 @@ def _parse_row(
     custom_id: str,
     envelope: dict[str, Any],
     output_tokens_field: str | None,
+    file: str | None,
+    num_bytes: int,
     pass_through: bool,
 ) -> Row:
-    if unknown := next((name for name in envelope if name not in _ENVELOPE), None):
+    if unknown := next((name for name in envelope if name not in ENVELOPE_KEYS), None):
         raise RequestError(
             "unknown_parameter",
-            f"Unknown key '{unknown}' beside 'body'. Parameters of the request go inside 'body'.",
+            f"Unknown key {shown(unknown)} beside 'body'. Parameters of the request go inside 'body'.",
             param=unknown,
         )
     method = _require(envelope, "method", 'Add "method": "POST".')
@@ -342,7 +452,7 @@ def _parse_row(
             param="stream",
         )
     if pass_through:
-        return _pass_through_row(line, custom_id, url, values, output_tokens_field)
+        return _pass_through_row(line, custom_id, url, values, output_tokens_field, file, num_bytes)
     chat = url == CHAT_URL
     _check_names(values, url, output_tokens_field)
     if body.present("max_tokens") and body.present("max_completion_tokens"):
@@ -366,11 +476,19 @@ def _parse_row(
         add_special_tokens=body.boolean("add_special_tokens", not chat),
         add_generation_prompt=body.boolean("add_generation_prompt", True),
         chat_template_kwargs=body.mapping("chat_template_kwargs"),
+        file=file,
+        num_bytes=num_bytes,
     )
 
 
 def _pass_through_row(
-    line: int, custom_id: str, url: str, values: dict[str, Any], output_tokens_field: str | None
+    line: int,
+    custom_id: str,
+    url: str,
+    values: dict[str, Any],
+    output_tokens_field: str | None,
+    file: str | None,
+    num_bytes: int,
 ) -> Row:
     """A row whose body a server will judge; what planning needs is read where it is there."""
 
@@ -395,6 +513,8 @@ def _pass_through_row(
         n=min(count("n") or 1, _MAX_N),
         output_tokens=count(output_tokens_field),
         body=orjson.dumps(values),
+        file=file,
+        num_bytes=num_bytes,
     )
 
 
@@ -646,7 +766,10 @@ def invalid(param: str, value: Any, expected: str) -> RequestError:
 
 def shown(value: Any) -> str:
     """A JSON value for a message, cut where it is long."""
-    text = orjson.dumps(value).decode()
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it reads deeper nesting than it writes
+        return "a deeply nested value"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -690,8 +813,8 @@ def success_line(
 
 
 def failure_line(error: LineError) -> bytes:
-    """The line of the error file for an input line that failed; its error object has the line number too."""
-    body = {
+    """The line of the error file for an input line that failed; its error object says which line of which file."""
+    body: dict[str, Any] = {
         "error": {
             "message": error.message,
             "type": "invalid_request_error" if error.status_code < 500 else "server_error",
@@ -700,6 +823,8 @@ def failure_line(error: LineError) -> bytes:
             "line": error.line,
         }
     }
+    if error.file is not None:
+        body["error"]["file"] = error.file
     return _result_line(error.custom_id, error.status_code, body)
 
 

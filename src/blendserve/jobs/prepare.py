@@ -12,8 +12,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from blendserve.errors import RequestError
-from blendserve.jobs.openai_format import CHAT_URL, LineError, PreparedRow, Row, Tokenizer, invalid, shown
+from blendserve.errors import ConfigError, RequestError
+from blendserve.jobs.columns import CustomIds, LineErrors, RowTable
+from blendserve.jobs.openai_format import (
+    URLS,
+    LineError,
+    PreparedRow,
+    Row,
+    Tokenizer,
+    invalid,
+    place,
+    shown,
+)
+from blendserve.jobs.sources import CHAT_URL
 from blendserve.jobs.spool import RequestSpool
 from blendserve.request import RequestTable, SamplingParams
 from blendserve.tokens import PromptTokens
@@ -24,8 +35,10 @@ _MOST_TOKENS = 1 << 17
 """of a forwarded row, as far as planning goes"""
 _ENCODE_CHUNK = 2048
 """lines rendered and encoded at a time; bounds how many prompts exist as text"""
-_REPORT_EVERY = 2048
-"""lines between two calls of `on_progress`"""
+_ENCODE_CHUNK_BYTES = 64 << 20
+"""and of how many bytes, at least one line"""
+_MAX_TOKEN_CHARACTERS = 512
+"""no vocabulary has longer tokens; a text beyond this many per token of the context is not worth encoding"""
 
 Phase = Literal["reading", "planning"]
 OnProgress = Callable[[Phase, int], None]
@@ -40,12 +53,12 @@ class Prepared:
     """
 
     requests: RequestTable
-    rows: list[PreparedRow]
+    rows: Sequence[PreparedRow]
     row_index: NDArray[np.int32]
     """[num_requests]"""
     sample_index: NDArray[np.int32]
     """[num_requests] 0 .. n-1 within the row"""
-    errors: list[LineError]
+    errors: Sequence[LineError]
     """lines that cannot run, in line order"""
     num_lines: int
     """lines read, blank ones not counted: `len(rows) + len(errors) + num_done`"""
@@ -65,6 +78,7 @@ def prepare(
     done: Container[str] = frozenset(),
     seed: int = 0,
     on_progress: OnProgress | None = None,
+    strict: bool = False,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
@@ -73,57 +87,134 @@ def prepare(
     out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
     Lines that bring no seed get one from `seed` and their custom_id. Rows with a `body` to forward are one request
     each, and their lengths are for planning only: it is the server that refuses what it cannot serve.
+
+    Raises:
+        ConfigError: `strict`, and a line cannot run.
     """
     builder = _TableBuilder(tokenizer, max_model_len, seed)
-    first_lines: dict[str, int] = {}
+    admission = _Admission(served_model_name, any_model, endpoint)
+    errors = LineErrors()
     num_lines = num_done = 0
-
-    def admitted() -> Iterator[Row]:
-        nonlocal num_lines, num_done
-        for row in islice(rows, limit):
-            if on_progress is not None and num_lines % _REPORT_EVERY == 0:
-                on_progress("reading", num_lines)
-            num_lines += 1
-            first_line = (
-                first_lines.setdefault(row.custom_id, row.line) if row.custom_id is not None else row.line
-            )
-            if isinstance(row, LineError):
-                builder.errors.append(row)
-                continue
+    for chunk in _chunks(islice(rows, limit)):
+        if on_progress is not None:
+            on_progress("reading", num_lines)
+        refused: dict[int, LineError] = {}
+        admitted: dict[int, tuple[Row, int]] = {}
+        for index, row in enumerate(chunk):
             try:
-                if first_line != row.line:
-                    raise RequestError(
-                        "duplicate_custom_id",
-                        f"The custom_id {shown(row.custom_id)} of line {row.line} is already that of line "
-                        f"{first_line}. Give every line its own.",
-                        param="custom_id",
-                    )
-                if row.custom_id in done:
+                id_number = admission.register(row)
+                if isinstance(row, LineError):
+                    refused[index] = row
+                elif row.custom_id in done:
                     num_done += 1
-                    continue
-                if endpoint is not None and row.url != endpoint:
-                    raise RequestError(
-                        "url_mismatch",
-                        f"The url {row.url} is not the batch's endpoint, {endpoint}. Use one url for all.",
-                        param="url",
-                    )
-                if not any_model and row.model is not None and row.model != served_model_name:
-                    raise RequestError(
-                        "model_not_found",
-                        f"The model {shown(row.model)} does not exist; this job serves "
-                        f"{shown(served_model_name)}. Change 'model' in the line, serve the model by that "
-                        "name (--served-model-name), or pass --any-model.",
-                        param="model",
-                        status_code=404,
-                    )
-                yield row
+                else:
+                    admission.check(row)
+                    admitted[index] = (row, id_number)
             except RequestError as error:
-                builder.errors.append(LineError.of(error, row.line, row.custom_id))
+                refused[index] = LineError.of(error, row.line, row.custom_id, row.file)
+        refused |= builder.add(admitted)
+        num_lines += len(chunk)
+        for _, line_error in sorted(refused.items()):
+            if strict:
+                whose = f" ({shown(line_error.custom_id)})" if line_error.custom_id else ""
+                raise ConfigError(
+                    f"{line_error.place}{whose}: {line_error.code}: {line_error.message} "
+                    "Nothing was run; without --strict the other lines would be."
+                )
+            errors.append(line_error)
+    return builder.build(admission, errors, num_lines, num_done)
 
-    remaining = admitted()
-    while chunk := list(islice(remaining, _ENCODE_CHUNK)):
-        builder.add(chunk)
-    return builder.build(num_lines, num_done)
+
+def _chunks(rows: Iterable[Row | LineError]) -> Iterator[list[Row | LineError]]:
+    chunk: list[Row | LineError] = []
+    num_bytes = 0
+    for row in rows:
+        chunk.append(row)
+        num_bytes += row.num_bytes if isinstance(row, Row) else 0
+        if len(chunk) == _ENCODE_CHUNK or num_bytes >= _ENCODE_CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+class _Admission:
+    """What lines must have in common or not, with the place of every custom_id."""
+
+    def __init__(self, served_model_name: str, any_model: bool, endpoint: str | None) -> None:
+        self._served_model_name = served_model_name
+        self._any_model = any_model
+        self._endpoint = endpoint
+        self._first_model: str | None = None
+        self._file_numbers: dict[str | None, int] = {}
+        self.custom_ids = CustomIds()
+        # per custom_id
+        self.lines = array("q")
+        self.file_numbers = array("i")
+
+    @property
+    def files(self) -> list[str | None]:
+        """By file number."""
+        return list(self._file_numbers)
+
+    def register(self, row: Row | LineError) -> int:
+        """Number of the row's custom_id; -1 where it cannot be told or is that of a line that is not JSON.
+
+        Raises:
+            RequestError: another line has the same one.
+        """
+        if row.custom_id is None or (isinstance(row, LineError) and row.code == "invalid_json_line"):
+            return -1
+        number = self.custom_ids.add(row.custom_id)
+        if number == len(self.lines):
+            self.lines.append(row.line)
+            self.file_numbers.append(self._file_numbers.setdefault(row.file, len(self._file_numbers)))
+        elif isinstance(row, Row):
+            first = place(self.lines[number], self.files[self.file_numbers[number]])
+            raise RequestError(
+                "duplicate_custom_id",
+                f"The custom_id {shown(row.custom_id)} of {place(row.line, row.file)} is already that of "
+                f"{first}. Give every line its own.",
+                param="custom_id",
+            )
+        return number
+
+    def check(self, row: Row) -> None:
+        """Refuse another url than the job's, and a model that it does not serve.
+
+        ```
+        a line names another model, and the first line that names any          code
+        names this same one: the whole file is for another model               model_not_found
+        names a different one: this line does not belong into the file         model_mismatch
+        ```
+        """
+        if self._endpoint is not None and row.url != self._endpoint:
+            raise RequestError(
+                "url_mismatch",
+                f"The url {row.url} is not the batch's endpoint, {self._endpoint}. Use one url for all.",
+                param="url",
+            )
+        if row.model is None or self._any_model:
+            return
+        if self._first_model is None:
+            self._first_model = row.model
+        if row.model == self._served_model_name:
+            return
+        if row.model != self._first_model:
+            raise RequestError(
+                "model_mismatch",
+                f"The model {shown(row.model)} is not that of the lines before, {shown(self._first_model)}. "
+                "Write a file per model, or pass --any-model.",
+                param="model",
+            )
+        raise RequestError(
+            "model_not_found",
+            f"The model {shown(row.model)} does not exist; this job serves "
+            f"{shown(self._served_model_name)}. Change 'model' in the line, serve the model by that "
+            "name (--served-model-name), or pass --any-model.",
+            param="model",
+            status_code=404,
+        )
 
 
 def _sampling_seed(job_seed: int, row: Row, sample: int) -> int:
@@ -141,9 +232,10 @@ class _TableBuilder:
         self._tokenizer = tokenizer
         self._seed = seed
         self._max_model_len = max_model_len
-        self.errors: list[LineError] = []
-        self._rows: list[PreparedRow] = []
         # per row
+        self._id_numbers = array("i")
+        self._urls = array("B")
+        self._ns = array("B")
         self._data = array("I")
         self._starts = array("q")
         self._lengths = array("i")
@@ -157,17 +249,19 @@ class _TableBuilder:
         self._params: dict[SamplingParams, int] = {}
         self._spool: RequestSpool | None = None
 
-    def add(self, rows: list[Row]) -> None:
-        prompts: list[Sequence[int] | None] = [None] * len(rows)
+    def add(self, rows: dict[int, tuple[Row, int]]) -> dict[int, LineError]:
+        """Append rows, given with the numbers of their custom_ids. Returns those that cannot run, by key."""
+        prompts: dict[int, Sequence[int]] = {}
         texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
-        for index, row in enumerate(rows):
+        refused: dict[int, LineError] = {}
+        for index, (row, _) in rows.items():
             if isinstance(row.prompt, list):
                 prompts[index] = row.prompt
             else:
                 try:
                     texts[row.add_special_tokens].append((index, self._render(row)))
                 except RequestError as error:
-                    self.errors.append(LineError.of(error, row.line, row.custom_id))
+                    refused[index] = LineError.of(error, row.line, row.custom_id, row.file)
         for add_special_tokens, items in texts.items():
             if items:
                 encoded = self._tokenizer.encode_batch(
@@ -175,35 +269,46 @@ class _TableBuilder:
                 )
                 for (index, _), token_ids in zip(items, encoded, strict=True):
                     prompts[index] = token_ids
-        for row, prompt in zip(rows, prompts, strict=True):
-            if prompt is not None:
+        for index, (row, id_number) in rows.items():
+            if index not in refused:
                 try:
-                    self._append(row, prompt)
+                    self._append(row, id_number, prompts.pop(index))
                 except RequestError as error:
-                    self.errors.append(LineError.of(error, row.line, row.custom_id))
+                    refused[index] = LineError.of(error, row.line, row.custom_id, row.file)
+        return refused
 
     def _render(self, row: Row) -> str:
         if row.chat is None:
             assert isinstance(row.prompt, str)
-            return row.prompt
-        return self._tokenizer.render_chat(
-            row.chat,
-            add_generation_prompt=row.add_generation_prompt,
-            chat_template_kwargs=row.chat_template_kwargs,
-        )
+            text = row.prompt
+        else:
+            text = self._tokenizer.render_chat(
+                row.chat,
+                add_generation_prompt=row.add_generation_prompt,
+                chat_template_kwargs=row.chat_template_kwargs,
+            )
+        if row.body is None and len(text) > _MAX_TOKEN_CHARACTERS * self._max_model_len:
+            name = _prompt_name(row)
+            raise RequestError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your {name} "
+                f"has {len(text):,} characters. Please reduce the length of the {name}.",
+                param=name,
+            )
+        return text
 
-    def _append(self, row: Row, prompt: Sequence[int]) -> None:
+    def _append(self, row: Row, id_number: int, prompt: Sequence[int]) -> None:
         if row.body is not None:
-            self._append_forwarded(row, row.body, prompt)
+            self._append_forwarded(row, row.body, id_number, prompt)
             return
         max_tokens = self._checked_max_tokens(row, prompt)
         params = row.params
         ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
         declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
 
-        self._append_row(row, row.n, prompt, max_tokens, declared_tokens)
+        self._append_row(row, id_number, row.n, prompt, max_tokens, declared_tokens)
 
-    def _append_forwarded(self, row: Row, body: bytes, prompt: Sequence[int]) -> None:
+    def _append_forwarded(self, row: Row, body: bytes, id_number: int, prompt: Sequence[int]) -> None:
         """One request for all completions of a row, expected to be as long as they are together."""
         if self._spool is None:
             self._spool = RequestSpool()
@@ -212,19 +317,29 @@ class _TableBuilder:
         default = room if row.url == CHAT_URL else DEFAULT_COMPLETIONS_MAX_TOKENS
         max_tokens = min(row.n * (row.max_tokens or default), _MOST_TOKENS)
         declared_tokens = min(row.n * (row.output_tokens or 0), max_tokens)
-        self._append_row(row, 1, prompt if len(prompt) else [0], max_tokens, declared_tokens)
+        self._append_row(row, id_number, 1, prompt if len(prompt) else [0], max_tokens, declared_tokens)
 
     def _append_row(
-        self, row: Row, n: int, prompt: Sequence[int], max_tokens: int, declared_tokens: int
+        self,
+        row: Row,
+        id_number: int,
+        n: int,
+        prompt: Sequence[int],
+        max_tokens: int,
+        declared_tokens: int,
     ) -> None:
-        row_index = len(self._rows)
-        self._rows.append(PreparedRow(row.line, row.custom_id, row.url, n))
+        row_index = len(self._id_numbers)
+        self._id_numbers.append(id_number)
+        self._urls.append(URLS.index(row.url))
+        self._ns.append(n)
         self._starts.append(len(self._data))
         self._data.extend(prompt)
         self._lengths.append(len(prompt))
         self._max_tokens.append(max_tokens)
         self._declared_tokens.append(declared_tokens)
-        params_index = self._params.setdefault(replace(row.params, seed=None), len(self._params))
+        params = row.params
+        shared = params if params.seed is None else replace(params, seed=None)
+        params_index = self._params.setdefault(shared, len(self._params))
         for sample in range(n):
             self._row_index.append(row_index)
             self._sample_index.append(sample)
@@ -238,7 +353,7 @@ class _TableBuilder:
             RequestError: the prompt or the output does not fit the model.
         """
         vocab_size = self._tokenizer.vocab_size
-        name = "prompt" if row.chat is None else "messages"
+        name = _prompt_name(row)
         if not len(prompt):
             raise RequestError("invalid_request", f"'{name}' has no tokens. Give at least one.", param=name)
         for param, token_ids in (("prompt", prompt), ("stop_token_ids", row.params.stop_token_ids)):
@@ -272,8 +387,9 @@ class _TableBuilder:
             )
         return max_tokens
 
-    def build(self, num_lines: int, num_done: int) -> Prepared:
+    def build(self, admission: _Admission, errors: LineErrors, num_lines: int, num_done: int) -> Prepared:
         row_index = np.asarray(self._row_index, dtype=np.int32)
+        id_number = np.asarray(self._id_numbers, dtype=np.int32)
         prompts = PromptTokens(
             np.asarray(self._data, dtype=np.uint32), np.asarray(self._starts), np.asarray(self._lengths)
         )
@@ -286,12 +402,26 @@ class _TableBuilder:
             seeds=np.asarray(self._seeds, dtype=np.uint64),
             raw=self._spool,
         )
+        rows = RowTable(
+            admission.custom_ids,
+            id_number,
+            np.asarray(admission.lines, dtype=np.int64)[id_number],
+            np.asarray(admission.file_numbers, dtype=np.int32)[id_number],
+            np.asarray(self._urls, dtype=np.uint8),
+            np.asarray(self._ns, dtype=np.uint8),
+            files=admission.files,
+            urls=URLS,
+        )
         return Prepared(
             requests=requests,
-            rows=self._rows,
+            rows=rows,
             row_index=row_index,
             sample_index=np.asarray(self._sample_index, dtype=np.int32),
-            errors=sorted(self.errors, key=lambda error: error.line),
+            errors=errors,
             num_lines=num_lines,
             num_done=num_done,
         )
+
+
+def _prompt_name(row: Row) -> str:
+    return "prompt" if row.chat is None else "messages"

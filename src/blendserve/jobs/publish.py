@@ -151,6 +151,15 @@ class Publication:
             raise ConfigError("--ordered sorts the output once it is complete; give -o a file")
 
     @property
+    def files(self) -> list[str]:
+        """Every file that the job's lines go to."""
+        targets = [self.output] if self.errors is None else [self.output, self.errors]
+        paths = [path for target in targets for path in (target.path, target.working)]
+        if self.errors is None:
+            paths.append(str(default_errors_path(self.output.working)))
+        return paths
+
+    @property
     def working_errors(self) -> str | None:
         """Where failures grow; None: beside the results."""
         return None if self.errors is None else self.errors.working

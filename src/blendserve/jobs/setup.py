@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ import numpy as np
 from blendserve.cost_model import CostModel
 from blendserve.engines import Engine, EngineConfig, open_engine
 from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS, SupervisedEngine
+from blendserve.errors import ConfigError
 from blendserve.jobs.deadline import Deadline
 from blendserve.jobs.job import Job
 from blendserve.jobs.manifest import JobSignature, StreamDigest, digest_of_model
 from blendserve.jobs.openai_format import LineError, Row, read_rows
 from blendserve.jobs.prepare import OnProgress, Prepared, prepare
 from blendserve.jobs.publish import InputOrder
+from blendserve.jobs.sources import DEFAULT_MAX_LINE_BYTES, Source, find_sources
 from blendserve.jobs.store import FLUSH_INTERVAL_S, ResultStore
 from blendserve.models import ModelFiles, remote_model, resolve_model
 from blendserve.planner.plan import Plan, PlanConfig, make_plan
@@ -34,16 +36,37 @@ DEFAULT_POLICY: PolicyName = "blend"
 class InputConfig:
     """What is run, on which model."""
 
-    input: str
-    """batch file, `-` for standard input"""
+    inputs: Sequence[str]
+    """files, globs, folders, URLs, `-` for standard input"""
     model: str | None = None
     served_model_name: str | None = None
     any_model: bool = False
     """run lines whatever model they name"""
+    endpoint: str | None = None
+    """the url that all lines must have; None: each its own"""
+    strict: bool = False
+    """refuse the job at the first line that cannot run"""
     limit: int | None = None
     """only so many lines"""
     output_tokens_field: str | None = None
     """body parameter that tells how long the output will be"""
+    column_mapping: Mapping[str, str] = field(default_factory=dict)
+    """request key to column, for Parquet and CSV"""
+    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES
+    """longer lines are errors"""
+
+    def find(self, exclude: Iterable[str | Path] = ()) -> list[Source]:
+        """The files of the input; folders and globs leave out those in `exclude`.
+
+        Raises:
+            ConfigError: nothing is there, or an option is for other files.
+        """
+        sources = find_sources(self.inputs, exclude=exclude)
+        if self.column_mapping and not any(source.is_table for source in sources):
+            raise ConfigError(
+                "--column-mapping is for Parquet and CSV files, and there are none; leave it out"
+            )
+        return sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +105,9 @@ class JobConfig:
         """The name in the results; nobody shall take simulated ones for real."""
         return f"simulated/{files.name}" if self.engine.engine == "simulated" else files.name
 
-    def signature(self, files: ModelFiles, stdin: StreamDigest | None) -> JobSignature:
+    def signature(
+        self, files: ModelFiles, sources: Sequence[Source], stdin: StreamDigest | None
+    ) -> JobSignature:
         """What results of this job are of; `stdin` digests standard input while that is read."""
         parameters: dict[str, Any] = {
             "engine": self.engine.engine,
@@ -95,7 +120,9 @@ class JobConfig:
         if self.engine.engine == "simulated":
             parameters["output_tokens_field"] = self.source.output_tokens_field
         model_digest = "" if files.folder is None else digest_of_model(files.folder)
-        return JobSignature([self.source.input], self.model_name(files), model_digest, parameters, stdin)
+        return JobSignature(
+            [source.path for source in sources], self.model_name(files), model_digest, parameters, stdin
+        )
 
 
 @dataclass(slots=True)
@@ -179,19 +206,26 @@ def plan_job(
     config: JobConfig,
     files: ModelFiles,
     done: Container[str],
+    sources: Sequence[Source] | None = None,
     order: InputOrder | None = None,
     on_progress: OnProgress | None = None,
 ) -> PlannedJob:
     """Read, check and plan the lines that are not `done`; `order` takes note of the order of all of them.
 
+    `sources` are the files of the input where those were found already.
+
     Raises:
-        ConfigError: an option or the saved plan does not fit.
+        ConfigError: an option, the input or the saved plan does not fit.
     """
     tokenizer = ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
     cost_model = config.engine.cost_model(files)
     source = config.source
     rows = read_rows(
-        source.input, output_tokens_field=source.output_tokens_field, pass_through=config.engine.forwards
+        source.find() if sources is None else sources,
+        output_tokens_field=source.output_tokens_field,
+        max_line_bytes=source.max_line_bytes,
+        column_mapping=source.column_mapping,
+        pass_through=config.engine.forwards,
     )
     prepared = prepare(
         rows if order is None else _noted(rows, order),
@@ -199,11 +233,17 @@ def plan_job(
         served_model_name=files.name,
         max_model_len=config.engine.context_limit(cost_model.model),
         any_model=source.any_model or _names_no_model(config),
+        endpoint=source.endpoint,
         limit=source.limit,
         done=done,
         seed=config.seed,
+        strict=source.strict,
         on_progress=on_progress,
     )
+    if not prepared.num_lines:
+        raise ConfigError(
+            f"empty_file: the input {', '.join(map(str, source.inputs))} has no request; write one per line"
+        )
     if on_progress is not None:
         on_progress("planning", prepared.num_lines)
     if config.plan_file is not None:

@@ -19,7 +19,7 @@ import sys
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -101,7 +101,7 @@ class ResultStore:
         output: file to append to, `-` for standard output; only a regular file can be resumed.
         errors: file for failed lines; None puts it beside the output, or into the same stream with `-`.
         model: the name in the results; an output of another model is refused. None: whatever a server calls it.
-        input_path: the job's input, which must be neither of the two files.
+        inputs: the job's inputs, which must be neither of the two files.
         signature: what the results are of; None: not kept and not compared.
         restart: drop earlier results instead of resuming.
         continue_anyway: keep earlier results although they are of another job.
@@ -117,7 +117,7 @@ class ResultStore:
         errors: str | Path | None = None,
         *,
         model: str | None,
-        input_path: str | Path | None = None,
+        inputs: Sequence[str | Path] = (),
         signature: JobSignature | None = None,
         restart: bool = False,
         continue_anyway: bool = False,
@@ -133,12 +133,12 @@ class ResultStore:
         self._whole = _Extent(0, True)
         self._open_files = ExitStack()
         try:
-            self._output = self._errors = self._open(output, input_path)
+            self._output = self._errors = self._open(output, inputs)
             if errors is not None or self._output.is_regular:
                 errors = default_errors_path(output) if errors is None else errors
                 if self._output.is_same_file(errors):
                     raise ConfigError(f"{errors} is both the output and the error file; name two files")
-                self._errors = self._open(errors, input_path)
+                self._errors = self._open(errors, inputs)
             if signature is not None and self._output.is_regular:
                 self._manifest = self._read_manifest(Path(output))
             if not restart:
@@ -255,10 +255,10 @@ class ResultStore:
     ) -> None:
         self.close()
 
-    def _open(self, path: str | Path, input_path: str | Path | None) -> _LineFile:
+    def _open(self, path: str | Path, inputs: Sequence[str | Path]) -> _LineFile:
         file = _LineFile(path)
         self._open_files.callback(file.close)
-        if input_path is not None and file.is_same_file(input_path):
+        if any(file.is_same_file(input_path) for input_path in inputs):
             raise ConfigError(f"{path} is the input of the job too; write the results to another file")
         return file
 

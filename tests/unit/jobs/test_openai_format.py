@@ -22,6 +22,7 @@ from blendserve.jobs.openai_format import (
     success_line,
 )
 from blendserve.jobs.prepare import prepare
+from blendserve.jobs.sources import find_sources
 from blendserve.request import Completion, SamplingParams, TokenLogprob
 
 
@@ -89,14 +90,14 @@ def test_reads_standard_input(monkeypatch):
         buffer = io.BytesIO(line_bytes())
 
     monkeypatch.setattr("sys.stdin", Stdin)
-    assert [row.custom_id for row in read_rows("-")] == ["a"]
+    assert [row.custom_id for row in read_rows(find_sources(["-"]))] == ["a"]
 
 
 def test_unreadable_input_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.jsonl"):
-        list(read_rows(tmp_path / "missing.jsonl"))
+        list(read_rows(find_sources([tmp_path / "missing.jsonl"])))
     with pytest.raises(ConfigError, match="directory"):
-        list(read_rows(tmp_path))
+        list(read_rows(find_sources([tmp_path])))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,8 @@ def test_unreadable_input_is_a_config_error(tmp_path):
 )
 def test_a_line_that_is_not_json(raw):
     error = parse_line(7, raw)
-    assert (error.line, error.custom_id, error.code) == (7, None, "invalid_json_line")
+    custom_id = "a" if b'"custom_id"' in raw else None
+    assert (error.line, error.custom_id, error.code) == (7, custom_id, "invalid_json_line")
     assert "JSON" in error.message
 
 
@@ -384,7 +386,7 @@ def test_table_has_one_request_per_completion_sharing_the_prompt():
         row_of({"prompt": [1, 2], "max_tokens": 5}, COMPLETIONS_URL, custom_id="b"),
     )
     requests = prepared.requests
-    assert prepared.rows == [PreparedRow(1, "a", CHAT_URL, 3), PreparedRow(1, "b", COMPLETIONS_URL, 1)]
+    assert list(prepared.rows) == [PreparedRow(1, "a", CHAT_URL, 3), PreparedRow(1, "b", COMPLETIONS_URL, 1)]
     assert prepared.row_index.tolist() == [0, 0, 0, 1]
     assert prepared.sample_index.tolist() == [0, 1, 2, 0]
     assert requests.seeds[:3].tolist() == [10, 11, 12]
@@ -479,13 +481,21 @@ def test_a_chat_that_cannot_be_rendered_is_that_lines_error():
 
 
 def test_model_names():
-    rows = [row_of({"model": name}, custom_id=f"id-{name}") for name in ("m", None, "other")]
+    rows = [row_of({"model": name}, custom_id=f"id-{name}") for name in (None, "other", "m", "third")]
     prepared = prepare_rows(*rows)
-    [error] = prepared.errors
-    assert (error.code, error.custom_id, error.status_code) == ("model_not_found", "id-other", 404)
-    assert '"other"' in error.message
-    assert '"m"' in error.message
-    assert prepare_rows(*rows, any_model=True).errors == []
+    assert [row.custom_id for row in prepared.rows] == ["id-None", "id-m"]
+    not_found, mismatch = prepared.errors
+    assert (not_found.code, not_found.custom_id, not_found.status_code) == (
+        "model_not_found",
+        "id-other",
+        404,
+    )
+    assert '"other"' in not_found.message
+    assert '"m"' in not_found.message
+    assert (mismatch.code, mismatch.custom_id, mismatch.status_code) == ("model_mismatch", "id-third", 400)
+    assert '"third"' in mismatch.message
+    assert '"other"' in mismatch.message
+    assert not prepare_rows(*rows, any_model=True).errors
 
 
 def test_endpoint_mismatch():
@@ -511,7 +521,7 @@ def test_done_lines_are_left_out_but_still_count_for_duplicates():
     fresh, resumed = prepare_rows(*rows), prepare_rows(*rows, done={"a"})
     assert [row.custom_id for row in resumed.rows] == ["b"]
     assert resumed.num_done == 1
-    assert resumed.errors == fresh.errors
+    assert list(resumed.errors) == list(fresh.errors)
     assert resumed.num_lines == fresh.num_lines == 3
 
 

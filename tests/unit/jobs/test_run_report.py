@@ -33,7 +33,7 @@ SUMMARY = JobSummary(
     num_engine_restarts=1,
 )
 DESCRIPTION = {
-    "input": "in.jsonl",
+    "inputs": ["in.jsonl"],
     "output": "out.jsonl",
     "model": "<b>tiny</b>",
     "engine": "native",

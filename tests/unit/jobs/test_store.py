@@ -146,9 +146,9 @@ def test_the_input_is_never_an_output(output, tmp_path):
     link = tmp_path / "link.jsonl"
     link.symlink_to(output)
     with pytest.raises(ConfigError, match="input"):
-        ResultStore(link, model="m", input_path=output, restart=True)
+        ResultStore(link, model="m", inputs=[output], restart=True)
     with pytest.raises(ConfigError, match="input"):
-        ResultStore(tmp_path / "other.jsonl", output, model="m", input_path=output, restart=True)
+        ResultStore(tmp_path / "other.jsonl", output, model="m", inputs=[output], restart=True)
     assert output.read_bytes() == b"the input\n"
 
 
