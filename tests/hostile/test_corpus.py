@@ -584,4 +584,5 @@ def test_a_job_that_cannot_run_says_why(
     assert done.returncode == 2, done.stderr
     assert all(word in done.stderr for word in words)
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    output = tmp_path / "out.jsonl"
+    assert not output.exists() or output.read_bytes() == b""
