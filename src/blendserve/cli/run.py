@@ -119,7 +119,7 @@ def run_command(
             "-o",
             metavar="OUT.jsonl",
             help="Results, appended as they finish; [b]-[/b] for standard output. OUT.jsonl.gz, "
-            ".jsonl.zst, .parquet and URLs (s3://…) are made from a local OUT.jsonl when the job is complete.",
+            ".jsonl.zst, .parquet and fsspec URLs are made from a local OUT.jsonl when the job is complete.",
         ),
     ] = None,
     errors: Annotated[
