@@ -133,7 +133,7 @@ def test_a_job_survives_the_death_of_its_engine(
     _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, stderr
     assert "killed by SIGKILL" in stderr
-    assert "2 restarts" in stderr
+    assert "2 engine restarts" in stderr
     assert job.results() == unbroken
     assert job.errors.read_text() == ""
 

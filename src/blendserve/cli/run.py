@@ -333,18 +333,15 @@ def _run_job(
             running_since_s = time.perf_counter()
             try:
                 with _stopping_between_steps() as steps_until_interrupted:
-                    steps = telemetry.watch(running.run())
+                    # Closed before the store is, so that its last results are on the disk.
+                    job_steps = until_end.enter_context(closing(running.run()))
+                    steps = telemetry.watch(job_steps)
                     if report is not None:
                         steps = report.checkpointed(steps, lambda: running.summary)
                     display.running(steps_until_interrupted(steps), telemetry)
                 status = "complete" if running.summary.is_complete else "stopped"
             except KeyboardInterrupt:
                 status = "interrupted"
-                fail(
-                    f"interrupted after {running.summary.completed:,} results, which are kept; to go on, run again: "
-                    f"{_resume_command()}",
-                    EXIT_INTERRUPTED,
-                )
             finally:
                 telemetry.finish()
                 display.ended(status, telemetry)
@@ -353,6 +350,12 @@ def _run_job(
                     "job_ended", extra={"fields": {"status": status, **summary_document(running.summary)}}
                 )
             summary = running.summary
+            if status == "interrupted":
+                fail(
+                    f"interrupted after {summary.completed:,} results, which are kept; to go on, run again: "
+                    f"{_resume_command()}",
+                    EXIT_INTERRUPTED,
+                )
             cost = written["cost"] if written else None
             if display.mode != "json":
                 _print_summary(job, summary, time.perf_counter() - running_since_s, cost)
