@@ -30,6 +30,7 @@ LAYERS = [
     {"report"},
     {"experiments"},
     {"jobs"},
+    {"llm", "outputs", "sampling_params"},
     {"cli"},
 ]
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
@@ -41,6 +42,7 @@ ONLY_IN = {
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
     "httpx2": ("engines/openai_server.py",),
+    "tqdm": ("llm.py",),
     "plotly": ("report.py",),
     "prometheus_client": ("jobs/metrics.py",),
     "rich": ("cli/",),
@@ -93,7 +95,9 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 @pytest.mark.parametrize(
     "module",
     [
+        "blendserve",
         "blendserve.cli",
+        "blendserve.llm",
         "blendserve.engines.simulated",
         "blendserve.engines.batching",
         "blendserve.engines.process",

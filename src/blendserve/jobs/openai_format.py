@@ -444,6 +444,34 @@ def _parse_row(
     values = _require(envelope, "body", "Put the parameters of the request there.")
     if not isinstance(values, dict):
         raise invalid("body", values, "an object")
+    return row_of_body(
+        values,
+        url,
+        line=line,
+        custom_id=custom_id,
+        output_tokens_field=output_tokens_field,
+        file=file,
+        num_bytes=num_bytes,
+        pass_through=pass_through,
+    )
+
+
+def row_of_body(
+    values: dict[str, Any],
+    url: str,
+    *,
+    line: int,
+    custom_id: str,
+    output_tokens_field: str | None = None,
+    file: str | None = None,
+    num_bytes: int = 0,
+    pass_through: bool = False,
+) -> Row:
+    """The row of a request body, for one of `URLS`.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
     body = _Body(values)
     if body.boolean("stream"):
         raise RequestError(
