@@ -868,6 +868,18 @@ def expired_line(custom_id: str) -> bytes:
     return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
 
 
+def as_failed_result(failure: bytes) -> bytes:
+    """A line of the error file as it stands among results: without a body, and with the reason as `error`.
+
+    That is the shape of vLLM's run-batch, which has one file for both.
+    """
+    line = orjson.loads(failure)
+    if line["response"] is not None:
+        line["error"] = line["response"]["body"]
+        line["response"]["body"] = None
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+
+
 def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) -> bytes:
     result = {
         "id": f"batch_req_{uuid4().hex}",
