@@ -43,7 +43,7 @@ from blendserve.outputs import CompletionOutput, Logprob, RequestOutput
 from blendserve.planner.plan import PlanConfig, make_plan
 from blendserve.request import Completion, Failure, RequestTable, StepOutput
 from blendserve.sampling_params import SamplingParams
-from blendserve.scheduling.policies import PolicyName, make_policy
+from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
 from blendserve.scheduling.policy import Policy
 from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
@@ -162,8 +162,9 @@ class LLM:
         plan: how output lengths are sampled and the order is made.
         max_engine_restarts: restarts of an engine that dies, in a row without a result in between.
         options: fields of `EngineConfig`, which has vLLM's names: `dtype`, `max_model_len`, `max_num_seqs`,
-            `max_num_batched_tokens`, `block_size`, ... vLLM's `kv_cache_memory_bytes` is one of them. Its options that
-            change no result give a warning; any other is refused by name.
+            `max_num_batched_tokens`, `block_size`, ... vLLM's `kv_cache_memory_bytes` is one of them. What is none goes
+            to vLLM with `engine="vllm"`; else options of vLLM's that change no result give a warning, and any other
+            is refused by name.
 
     Raises:
         ConfigError: an option, the model or a combination of them cannot be used.
@@ -194,6 +195,8 @@ class LLM:
             seed=seed or 0,
             max_engine_restarts=max_engine_restarts,
         )
+        if policy not in POLICIES:
+            raise ConfigError(f"there is no policy {policy!r}; choose of {', '.join(POLICIES)}")
         self._config.engine.check()
         if self._config.engine.forwards and model is None:
             raise ConfigError(f"engine={engine!r} needs model=, the server's name for the model")
@@ -397,7 +400,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         given = {name: value for name, value in (extra or {}).items() if value is not None}
         paired: Iterable[tuple[Any, Any]]
-        if isinstance(params, Iterable):
+        if isinstance(params, Iterable) and not isinstance(params, Mapping):
             paired = itertools.zip_longest(prompts, params, fillvalue=_MISSING)
         else:
             paired = zip(prompts, itertools.repeat(params))
@@ -571,12 +574,16 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
     """The configuration of an engine; every option is taken, refused, or said to do nothing."""
     known = {field.name for field in fields(EngineConfig)} - {"engine"}
     values: dict[str, Any] = {"engine": engine}
+    engine_args: dict[str, Any] = {}
+    takes_all: bool = str(engine) == "vllm"
     for given, value in options.items():
         name = _RENAMED.get(given, given)
         if name in known:
             if type(value) in (int, float) and value <= 0:
                 raise ConfigError(f"{given}={value} is not above 0; leave it out, or give a positive number")
             values[name] = value
+        elif takes_all:
+            engine_args[name] = value
         elif name in _WITHOUT_EFFECT:
             warnings.warn(f"{name} does nothing with engine={engine!r}", stacklevel=3)
         elif name in _NEUTRAL:
@@ -586,6 +593,8 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
             similar = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(known))}"
             raise ConfigError(f"LLM has no option {name!r} with engine={engine!r}; {remedy}")
+    if engine_args:
+        values["engine_args"] = engine_args
     try:
         return TypeAdapter(EngineConfig).validate_python(values)
     except ValidationError as error:

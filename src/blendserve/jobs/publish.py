@@ -90,7 +90,7 @@ class Target:
         path = path.removeprefix("file://").removeprefix("local://")
         if path == "-":
             return cls(path, path)
-        name = _url_name(path) if is_url(path) else Path(path).name
+        name = _without_query(path).rpartition("/")[2] if is_url(path) else Path(path).name
         for suffix in _COMPRESSED:
             name = name.removesuffix(suffix)
         if name.endswith(_PARQUET):
@@ -137,7 +137,7 @@ class Target:
                 return
             lines = _lines(self.working) if places is None else _lines_at(self.working, places, errors)
             with self._opened() as file:
-                _write_lines(self.path, file, lines)
+                _write_lines(_without_query(self.path), file, lines)
         except Exception as error:  # drivers raise what they like
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise BlendServeError(
@@ -187,7 +187,7 @@ class Publication:
         if errors is None and errors_in_output:
             name = Path(self.output.working).name.replace(".results.", ".errors.")
             self.errors = Target.of(str(Path(self.output.working).with_name(name)))
-        elif errors is None and is_url(self.output.path):
+        elif errors is None and is_url(self.output.path) and not is_http(self.output.path):
             folder, _, _ = self.output.path.rpartition("/")
             self.errors = Target.of(f"{folder}/{default_errors_path(self.output.working).name}", working_dir)
         self.order = InputOrder() if ordered or errors_in_output else None
@@ -241,19 +241,17 @@ class Publication:
         return made
 
 
-def _url_name(url: str) -> str:
-    if is_http(url):
-        url = urlsplit(url).path
-    return url.rpartition("/")[2]
+def _without_query(path: str) -> str:
+    return urlsplit(path).path if is_http(path) else path
 
 
 def _check_packages(path: str) -> None:
     if is_url(path) and not is_http(path):
         filesystem(path)
     try:
-        if path.endswith(".zst"):
+        if _without_query(path).endswith(".zst"):
             import zstandard  # noqa: F401
-        elif path.endswith(_PARQUET):
+        elif _without_query(path).endswith(_PARQUET):
             import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{path} needs a package: {_NEEDS_FILES}") from error
