@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,7 +58,7 @@ def open_http(url: str) -> BinaryIO:
     Raises:
         OSError: it cannot be had.
     """
-    opened: BinaryIO = urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S)
+    opened: BinaryIO = _answer(urllib.request.Request(url))
     return opened
 
 
@@ -71,8 +72,15 @@ def put_http(url: str, file: BinaryIO) -> None:
     file.seek(0)
     headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
     request = urllib.request.Request(url, data=file, headers=headers, method="PUT")
-    with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S):
-        pass
+    _answer(request).close()
+
+
+def _answer(request: urllib.request.Request) -> Any:
+    try:
+        return urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -104,7 +112,7 @@ def remote_version(url: str) -> str:
     """
     if is_http(url):
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as answer:
+            with _answer(urllib.request.Request(url, method="HEAD")) as answer:
                 told = (answer.headers[name] for name in ("ETag", "Last-Modified", "Content-Length"))
                 return next(filter(None, told), "")
         except OSError:  # an address that was signed for GET alone
