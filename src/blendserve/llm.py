@@ -503,7 +503,7 @@ class LLM:
             body: dict[str, Any]
             try:
                 if request.is_chat:
-                    body = {"messages": [dict(message) for message in request.prompt]}
+                    body = {"messages": _messages(request.prompt)}
                 else:
                     texts[index], prompt = _text_and_prompt(request.prompt)
                     body = {"prompt": prompt}
@@ -575,7 +575,7 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
     known = {field.name for field in fields(EngineConfig)} - {"engine"}
     values: dict[str, Any] = {"engine": engine}
     engine_args: dict[str, Any] = {}
-    takes_all: bool = str(engine) == "vllm"
+    takes_all = str(engine) == "vllm"
     for given, value in options.items():
         name = _RENAMED.get(given, given)
         if name in known:
@@ -661,6 +661,23 @@ def _text_and_prompt(prompt: Any) -> tuple[str | None, str | list[int]]:
             f"A prompt is a string, a list of token ids, or a mapping with {' or '.join(_PROMPT_KEYS)}; "
             f"this one is of type {type(prompt).__name__}.",
             param="prompt",
+        ) from None
+
+
+def _messages(conversation: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation.
+
+    Raises:
+        RequestError: it is none.
+    """
+    try:
+        return [dict(message) for message in conversation]
+    except (TypeError, ValueError):
+        raise RequestError(
+            "invalid_request",
+            "A conversation is a list of messages, each a mapping with role and content; this one is of type "
+            f"{type(conversation).__name__}.",
+            param="messages",
         ) from None
 
 

@@ -279,6 +279,8 @@ def test_arguments_that_cannot_be_honoured(llm: LLM) -> None:
         ),
         ("more prompts", lambda: llm.generate(["a", "b"], [GREEDY])),
         ("more sampling_params", lambda: llm.generate(["a"], [GREEDY, GREEDY])),
+        ("conversation is a list", lambda: llm.chat("Hi", GREEDY)),  # type: ignore[arg-type]
+        ("conversation is a list", lambda: llm.chat([3], GREEDY)),  # type: ignore[list-item]
         ("type dict", lambda: llm.generate(["a"], {"n": 1})),  # type: ignore[arg-type]
         ("on_error", lambda: llm.generate(["a"], on_error="ignore")),  # type: ignore[arg-type]
     ]
