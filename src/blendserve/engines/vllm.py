@@ -173,7 +173,7 @@ class VLLMEngine:
 
         if current_platform.is_cpu():
             block_size = block_size or CPU_BLOCK_SIZE
-            if kv_cache_memory is None and "num_gpu_blocks_override" not in further:
+            if kv_cache_memory is None:
                 kv_cache_memory = int(CPU_KV_RATIO * _available_memory())
             _set_cpu_threads(num_threads)
         options = {
