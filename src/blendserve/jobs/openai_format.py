@@ -592,9 +592,10 @@ def _check_names(
         if name in _UNSUPPORTED:
             if value is None or value in _UNSUPPORTED[name]:
                 continue
+            where = "with --engine vllm" if name in _EXTRA else "elsewhere"
             raise RequestError(
                 "unsupported_parameter",
-                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line elsewhere.",
+                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line {where}.",
                 param=name,
             )
         other_url = next((other for other, names in _HONOURED_BY_URL.items() if name in names), None)
