@@ -155,7 +155,7 @@ class LLM:
 
     Args:
         model: Hugging Face folder, .gguf file or hub id; None: the bundled one. With a server: its name for it.
-        engine: native, openai (a server; needs `base_url`), simulated, ...
+        engine: native, vllm, openai (a server; needs `base_url`) or simulated.
         policy: order of admission.
         seed: of sampling, for requests that bring none.
         served_model_name: what a server is asked for where `model` is a folder to count tokens with.
@@ -517,6 +517,7 @@ class LLM:
                     line=index + 1,
                     custom_id=number,
                     pass_through=engine.forwards,
+                    extra_parameters=engine.extra_parameters,
                 )
             except RequestError as error:
                 yield LineError.of(error, index + 1, number)
@@ -575,14 +576,13 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
     known = {field.name for field in fields(EngineConfig)} - {"engine"}
     values: dict[str, Any] = {"engine": engine}
     engine_args: dict[str, Any] = {}
-    takes_all = str(engine) == "vllm"
     for given, value in options.items():
         name = _RENAMED.get(given, given)
         if name in known:
             if type(value) in (int, float) and value <= 0:
                 raise ConfigError(f"{given}={value} is not above 0; leave it out, or give a positive number")
             values[name] = value
-        elif takes_all:
+        elif engine == "vllm":
             engine_args[name] = value
         elif name in _WITHOUT_EFFECT:
             warnings.warn(f"{name} does nothing with engine={engine!r}", stacklevel=3)

@@ -43,6 +43,9 @@ ONLY_IN = {
     "tokenizers": ("tokenizer.py",),
     "httpx2": ("engines/openai_server.py",),
     "tqdm": ("llm.py",),
+    "vllm": ("engines/vllm.py",),
+    "psutil": ("engines/vllm.py",),
+    "yaml": ("cli/options.py",),
     "plotly": ("report.py",),
     "prometheus_client": ("jobs/metrics.py",),
     "rich": ("cli/",),
@@ -146,6 +149,14 @@ def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
     only_run = {"attention_backend", "num_threads", "policy", "plan_file"}
     only_run |= {field.name for field in fields(OutputConfig)}
     only_run |= {field.name for field in fields(TelemetryConfig)} | {"progress", "quiet"}
-    only_run |= {"engine_process", "max_engine_restarts", "deadline", "max_time", "finalize"}
+    only_run |= {
+        "engine_arg",
+        "engine_args",
+        "engine_process",
+        "max_engine_restarts",
+        "deadline",
+        "max_time",
+        "finalize",
+    }
     server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}
     assert options_of("run") - only_run - server <= options_of("plan")

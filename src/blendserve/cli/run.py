@@ -45,6 +45,8 @@ from blendserve.cli.options import (
     DtypeOption,
     Endpoint,
     Engine,
+    EngineArg,
+    EngineArgs,
     EngineProcess,
     FreeUnusedPrefixes,
     Hardware,
@@ -192,6 +194,8 @@ def run_command(
     max_concurrency: MaxConcurrency = None,
     request_timeout: RequestTimeout = None,
     kv_cache_tokens: KvCacheTokens = None,
+    engine_arg: EngineArg = None,
+    engine_args: EngineArgs = None,
     engine_process: EngineProcess = ENGINE_DEFAULTS.engine_process,
     max_engine_restarts: MaxEngineRestarts = DEFAULT_MAX_RESTARTS,
     deadline: Annotated[

@@ -121,6 +121,8 @@ class JobConfig:
         }
         if self.engine.forwards:
             parameters["base_url"] = self.engine.base_url
+        if self.engine.engine == "vllm":
+            parameters["engine_args"] = self.engine.output_engine_args
         if self.engine.engine == "simulated":
             parameters["output_tokens_field"] = self.source.output_tokens_field
         model_digest = "" if files.folder is None else digest_of_model(files.folder)
@@ -230,6 +232,7 @@ def plan_job(
         max_line_bytes=source.max_line_bytes,
         column_mapping=source.column_mapping,
         pass_through=config.engine.forwards,
+        extra_parameters=config.engine.extra_parameters,
     )
     prepared = prepare(
         rows if order is None else _noted(rows, order),
