@@ -4,9 +4,17 @@ import logging
 import os
 import stat
 import tempfile
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blendserve.llm import LLM
+    from blendserve.outputs import CompletionOutput, RequestOutput
+    from blendserve.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 # Events are for whoever asks for them (`run --log-file`), not for stderr.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -45,3 +53,17 @@ def _find_numba_a_cache() -> None:
 
 
 _find_numba_a_cache()
+
+_MODULE_OF = {
+    "LLM": "llm",
+    "SamplingParams": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what the package offers on first use; importing it loads nothing heavy."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -35,6 +35,8 @@ class SamplingParams:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    extra: bytes = b""
+    """JSON object of what only some engines can do, by the names of vLLM's SamplingParams; empty: nothing"""
 
 
 class RawRequest(NamedTuple):

@@ -93,6 +93,11 @@ class Tokenizer:
         )
         """tokens that end an output: those of the model's configs and the tokenizer's own"""
 
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._tokenizer
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add no special tokens to a rendered chat, its template wrote them already."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

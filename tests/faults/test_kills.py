@@ -80,6 +80,33 @@ def test_killed_before_and_after_every_call_that_changes_a_file(
     assert num_kills >= 2 * KILLS_PER_JOB
 
 
+def test_killed_while_failed_lines_are_put_among_the_results(
+    forks: Forks, requests: Path, tmp_path: Path
+) -> None:
+    options = ("--errors-in-output", "--flush-interval", "0")
+    whole = tmp_path / "whole.jsonl"
+    assert forks.run(requests, "-o", whole, *options).exit == 1
+
+    def outcomes(output: Path) -> list[tuple[Any, ...]]:
+        lines = lines_of(output)
+        return [(line["custom_id"], line["response"]["status_code"], line["error"]) for line in lines]
+
+    assert len(outcomes(whole)) == NUM_GOOD + NUM_BAD
+    num_kills = 0
+    for after in (False, True):
+        output = tmp_path / f"{after}.jsonl"
+        assert forks.run(requests, "-o", output, *options).exit == 1
+        output.unlink()
+        for number in range(1, 12):  # a job of results only: what finishing does
+            if not forks.run(requests, "-o", output, *options, kill_at_call=(number, after)).was_killed:
+                break
+            num_kills += 1
+            assert not output.exists() or outcomes(output) == outcomes(whole), "half of it was there"
+        assert forks.run(requests, "-o", output, *options).exit == 1
+        assert outcomes(output) == outcomes(whole)
+    assert num_kills >= 6
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_time(
     seed: int, forks: Forks, requests: Path, unbroken: set[tuple[Any, ...]], tmp_path: Path

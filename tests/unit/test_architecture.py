@@ -30,6 +30,7 @@ LAYERS = [
     {"report"},
     {"experiments"},
     {"jobs"},
+    {"llm", "outputs", "sampling_params"},
     {"cli"},
 ]
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
@@ -41,6 +42,10 @@ ONLY_IN = {
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
     "httpx2": ("engines/openai_server.py",),
+    "tqdm": ("llm.py",),
+    "vllm": ("engines/vllm.py",),
+    "psutil": ("engines/vllm.py",),
+    "yaml": ("cli/options.py",),
     "plotly": ("report.py",),
     "prometheus_client": ("jobs/metrics.py",),
     "rich": ("cli/",),
@@ -93,7 +98,9 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 @pytest.mark.parametrize(
     "module",
     [
+        "blendserve",
         "blendserve.cli",
+        "blendserve.llm",
         "blendserve.engines.simulated",
         "blendserve.engines.batching",
         "blendserve.engines.process",
@@ -142,6 +149,14 @@ def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
     only_run = {"attention_backend", "num_threads", "policy", "plan_file"}
     only_run |= {field.name for field in fields(OutputConfig)}
     only_run |= {field.name for field in fields(TelemetryConfig)} | {"progress", "quiet"}
-    only_run |= {"engine_process", "max_engine_restarts", "deadline", "max_time", "finalize"}
+    only_run |= {
+        "engine_arg",
+        "engine_args",
+        "engine_process",
+        "max_engine_restarts",
+        "deadline",
+        "max_time",
+        "finalize",
+    }
     server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}
     assert options_of("run") - only_run - server <= options_of("plan")

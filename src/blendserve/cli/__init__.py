@@ -9,6 +9,7 @@ import typer
 from blendserve import __version__
 from blendserve.cli.plan import plan_command
 from blendserve.cli.run import run_command
+from blendserve.cli.run_batch import CONTEXT_SETTINGS, run_batch_command
 from blendserve.cli.simulate import simulate_command
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="run")(run_command)
+app.command(name="run-batch", context_settings=CONTEXT_SETTINGS)(run_batch_command)
 app.command(name="plan")(plan_command)
 app.command(name="simulate")(simulate_command)
 

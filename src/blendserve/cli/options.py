@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,6 +36,7 @@ TELEMETRY_DEFAULTS = TelemetryConfig()
 
 MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Planning"
 SERVER_PANEL = "Server (--engine openai)"
+VLLM_PANEL = "vLLM (--engine vllm)"
 TELEMETRY_PANEL = "Progress and reports"
 
 Inputs = Annotated[
@@ -99,7 +102,7 @@ OutputTokensField = Annotated[
 Engine = Annotated[
     EngineName,
     typer.Option(
-        help="native runs the model here; openai sends the lines to a server (--base-url); "
+        help="native runs the model here; vllm lets vLLM do it; openai sends the lines to a server (--base-url); "
         "simulated runs the schedule on a modelled device.",
         rich_help_panel=ENGINE_PANEL,
     ),
@@ -210,6 +213,21 @@ EngineProcess = Annotated[
     typer.Option(
         help="Run the native engine in a process of its own, whose death the job survives.",
         rich_help_panel=ENGINE_PANEL,
+    ),
+]
+EngineArg = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Further argument of vLLM's engine, e.g. tensor_parallel_size=2; again for another. The value is read "
+        "as JSON or YAML.",
+        rich_help_panel=VLLM_PANEL,
+    ),
+]
+EngineArgs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.yaml", help="The same from a file, one name: value a line.", rich_help_panel=VLLM_PANEL
     ),
 ]
 MaxEngineRestarts = Annotated[
@@ -395,7 +413,49 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         request_timeout=options.get("request_timeout"),
         kv_cache_tokens=options.get("kv_cache_tokens"),
         engine_process=options.get("engine_process", ENGINE_DEFAULTS.engine_process),
+        engine_args=parse_engine_args(options.get("engine_args"), options.get("engine_arg") or ()),
     )
+
+
+def parse_engine_args(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Engine arguments out of a file and `name=value` settings, which go before; dashes are as good as underscores.
+
+    Raises:
+        ConfigError: they cannot be read, or are no names with values.
+    """
+    arguments: dict[str, Any] = {}
+    if file is not None:
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--engine-args {file} cannot be read: {error}") from error
+        values = _yaml(text, f"--engine-args {file}")
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise ConfigError(f"--engine-args {file} holds no names with values; write lines such as seed: 1")
+        arguments = {name.replace("-", "_"): value for name, value in values.items()}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not (name and equals):
+            raise ConfigError(f"--engine-arg {setting}: write NAME=VALUE, e.g. tensor_parallel_size=2")
+        arguments[name] = _yaml(value, f"--engine-arg {setting}")
+    return arguments
+
+
+def _yaml(text: str, where: str) -> Any:
+    """A value of JSON, which YAML reads otherwise in places (1e-3), or else of YAML."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(f"{where} needs PyYAML, which comes with vLLM: pip install pyyaml") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is neither JSON nor YAML: {error}") from error
 
 
 def plan_config(options: dict[str, Any]) -> PlanConfig:

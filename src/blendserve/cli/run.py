@@ -45,6 +45,8 @@ from blendserve.cli.options import (
     DtypeOption,
     Endpoint,
     Engine,
+    EngineArg,
+    EngineArgs,
     EngineProcess,
     FreeUnusedPrefixes,
     Hardware,
@@ -131,6 +133,22 @@ def run_command(
     ordered: Annotated[
         bool, typer.Option("--ordered", help="Results in the order of the input, once the job is complete.")
     ] = False,
+    errors_in_output: Annotated[
+        bool,
+        typer.Option(
+            "--errors-in-output",
+            help="Once the job is complete, a line in OUT for each line of the input and in its order, failed ones "
+            "too, with the reason as 'error'. Until then results are in OUT.results.jsonl.",
+        ),
+    ] = False,
+    working_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the files that results grow in, where OUT is made from one. Default: that of OUT, "
+            "for a URL the current one.",
+        ),
+    ] = None,
     flush_interval: Annotated[
         float,
         typer.Option(
@@ -176,6 +194,8 @@ def run_command(
     max_concurrency: MaxConcurrency = None,
     request_timeout: RequestTimeout = None,
     kv_cache_tokens: KvCacheTokens = None,
+    engine_arg: EngineArg = None,
+    engine_args: EngineArgs = None,
     engine_process: EngineProcess = ENGINE_DEFAULTS.engine_process,
     max_engine_restarts: MaxEngineRestarts = DEFAULT_MAX_RESTARTS,
     deadline: Annotated[
@@ -250,7 +270,16 @@ def run_command(
             raise ConfigError("no output named; add -o OUT.jsonl, or -o - for standard output")
         if as_json and output == "-":
             raise ConfigError("--json and -o - both need standard output; give -o a file")
-        wanted = OutputConfig(output, errors, ordered, flush_interval, restart, continue_anyway)
+        wanted = OutputConfig(
+            output,
+            errors,
+            ordered=ordered,
+            errors_in_output=errors_in_output,
+            working_dir=working_dir,
+            flush_interval=flush_interval,
+            restart=restart,
+            continue_anyway=continue_anyway,
+        )
         metrics = JobMetrics()
         with ExitStack() as until_end:
             until_end.enter_context(
@@ -274,7 +303,13 @@ def _run_job(
     finalize: bool,
     as_json: bool,
 ) -> int:
-    publication = Publication(wanted.output, wanted.errors, ordered=wanted.ordered)
+    publication = Publication(
+        wanted.output,
+        wanted.errors,
+        ordered=wanted.ordered,
+        errors_in_output=wanted.errors_in_output,
+        working_dir=wanted.working_dir,
+    )
     if not wanted.restart:
         publication.check()
     working = publication.output.working

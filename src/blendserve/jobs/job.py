@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -125,6 +125,57 @@ class JobSummary:
         return num_tokens / self.engine_s if self.engine_s else 0.0
 
 
+class Answer(NamedTuple):
+    """What became of a row: its completions in sample order, or why it has none."""
+
+    row_index: int
+    result: list[Completion] | Failure
+
+
+class GatheredResults:
+    """Brings the results of the requests of each row together; one failure fails the row."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._is_answered = np.zeros(len(prepared.requests), dtype=np.bool_)
+        self._partial: dict[int, dict[int, Result]] = {}
+        """row -> sample -> result, of rows that wait for more samples"""
+
+    def add(self, request: int, result: Result) -> Answer | None:
+        """Take a result; returns its row's answer if that is complete now.
+
+        Raises:
+            EngineError: there was one already.
+        """
+        if self._is_answered[request]:
+            raise EngineError(f"the engine answered request {request} twice; please report this")
+        self._is_answered[request] = True
+        row_index = int(self._prepared.row_index[request])
+        by_sample = self._partial.setdefault(row_index, {})
+        by_sample[int(self._prepared.sample_index[request])] = result
+        num_samples = self._prepared.rows[row_index].n
+        if len(by_sample) < num_samples:
+            return None
+        del self._partial[row_index]
+        completions: list[Completion] = []
+        for sample in range(num_samples):
+            sample_result = by_sample[sample]
+            if isinstance(sample_result, Failure):
+                return Answer(row_index, sample_result)
+            completions.append(sample_result)
+        return Answer(row_index, completions)
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a result."""
+        return int(np.count_nonzero(~self._is_answered))
+
+    def open_rows(self) -> list[int]:
+        """Rows that lack a result, in order."""
+        rows: list[int] = np.unique(self._prepared.row_index[~self._is_answered]).tolist()
+        return rows
+
+
 class Job:
     """One run over the lines that have no result yet.
 
@@ -158,9 +209,7 @@ class Job:
         self._store = store
         self._tokenizer = tokenizer
         self._model = model
-        self._is_answered = np.zeros(len(prepared.requests), dtype=np.bool_)
-        self._partial: dict[int, dict[int, Result]] = {}
-        """row -> sample -> result, of rows that wait for more samples"""
+        self._gathered = GatheredResults(prepared)
         self.progress = JobProgress(total=prepared.num_lines, num_done=prepared.num_done)
         """live; the same object that `run` yields"""
 
@@ -193,13 +242,13 @@ class Job:
                     yield progress
                     if self._deadline is not None and self._deadline.is_over:
                         break
-            num_open = int(np.count_nonzero(~self._is_answered))
+            num_open = self._gathered.num_open
             if num_open and progress.is_out_of_time:
                 if self._finalize:
                     self._expire()
             elif num_open:
                 raise EngineError(
-                    f"the engine left {num_open} of {len(self._is_answered)} requests "
+                    f"the engine left {num_open} of {len(self._prepared.requests)} requests "
                     "unanswered; the results so far are kept, run the job again for the rest"
                 )
         finally:
@@ -232,9 +281,6 @@ class Job:
 
     def _take(self, request: int, result: Result) -> None:
         """Count a result and write its line if that has all its completions."""
-        if self._is_answered[request]:
-            raise EngineError(f"the engine answered request {request} twice; please report this")
-        self._is_answered[request] = True
         if isinstance(result, Completion):
             planned = int(self._prepared.requests.prompt_tokens[request])
             counted = planned if result.body is None else result.num_prompt_tokens
@@ -242,34 +288,27 @@ class Job:
             self.progress.num_cached_tokens += result.num_cached_tokens
             self.progress.num_output_tokens += result.num_output_tokens
 
-        row_index = int(self._prepared.row_index[request])
-        row = self._prepared.rows[row_index]
-        by_sample = self._partial.setdefault(row_index, {})
-        by_sample[int(self._prepared.sample_index[request])] = result
-        if len(by_sample) < row.n:
+        answer = self._gathered.add(request, result)
+        if answer is None:
             return
-        del self._partial[row_index]
-
-        completions: list[Completion] = []
-        for sample in range(row.n):
-            sample_result = by_sample[sample]
-            if isinstance(sample_result, Failure):
-                self._write_failure(
-                    LineError(
-                        row.line,
-                        row.custom_id,
-                        sample_result.code,
-                        sample_result.message,
-                        sample_result.param,
-                        sample_result.status_code,
-                        row.file,
-                    )
+        row = self._prepared.rows[answer.row_index]
+        if isinstance(answer.result, Failure):
+            failure = answer.result
+            self._write_failure(
+                LineError(
+                    row.line,
+                    row.custom_id,
+                    failure.code,
+                    failure.message,
+                    failure.param,
+                    failure.status_code,
+                    row.file,
                 )
-                return
-            completions.append(sample_result)
+            )
+            return
         line = success_line(
             row,
-            completions,
+            answer.result,
             model=self._model,
             num_prompt_tokens=int(self._prepared.requests.prompt_tokens[request]),
             tokenizer=self._tokenizer,
@@ -284,11 +323,10 @@ class Job:
 
     def _expire(self) -> None:
         """Write an error for every line that has no result."""
-        for row_index in np.unique(self._prepared.row_index[~self._is_answered]).tolist():
+        for row_index in self._gathered.open_rows():
             self._store.write_error(expired_line(self._prepared.rows[row_index].custom_id))
             self.progress.failed += 1
             self.progress.failures_by_code["batch_expired"] += 1
-        self._partial.clear()
 
     def _write_failure(self, error: LineError) -> None:
         self._store.write_error(failure_line(error))

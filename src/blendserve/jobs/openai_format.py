@@ -157,6 +157,25 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Parameters of OpenAI or vLLM that cannot be honoured, with the values besides null that ask for nothing."""
 
+_EXTRA = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "logit_bias",
+    "presence_penalty",
+    "repetition_penalty",
+    "response_format",
+    "structured_outputs",
+)
+"""Those of `_UNSUPPORTED` that some engines can do."""
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+"""keys of 'structured_outputs' of which there is one"""
+_CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
 _PARAMETERS = frozenset().union(*_HONOURED_BY_URL.values(), _IGNORED, _UNSUPPORTED)
 
 
@@ -270,11 +289,14 @@ def read_rows(
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
     column_mapping: Mapping[str, str] | None = None,
     pass_through: bool = False,
+    extra_parameters: bool = False,
 ) -> Iterator[Row | LineError]:
     """Every line of the sources that is not blank, in order.
 
     `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
-    `pass_through` bodies are kept as they are, for a server to judge. For the other options see `sources.read_lines`.
+    `pass_through` bodies are kept as they are, for a server to judge; with `extra_parameters` penalties, structured
+    outputs and the like are put into `SamplingParams.extra` instead of refused. For the other options see
+    `sources.read_lines`.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -292,6 +314,7 @@ def read_rows(
                 output_tokens_field=output_tokens_field,
                 file=file,
                 pass_through=pass_through,
+                extra_parameters=extra_parameters,
             )
 
 
@@ -310,6 +333,7 @@ def parse_line(
     output_tokens_field: str | None = None,
     file: str | None = None,
     pass_through: bool = False,
+    extra_parameters: bool = False,
 ) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
     custom_id = None
@@ -319,7 +343,16 @@ def parse_line(
         envelope = _parse_json(content)
         custom_id = _parse_custom_id(envelope)
         _refuse_repeated_keys(content)
-        return _parse_row(line, custom_id, envelope, output_tokens_field, file, len(content), pass_through)
+        return _parse_row(
+            line,
+            custom_id,
+            envelope,
+            output_tokens_field,
+            file,
+            len(content),
+            pass_through,
+            extra_parameters,
+        )
     except RequestError as error:
         if custom_id is None and error.code == "invalid_json_line" and isinstance(content, bytes):
             custom_id = _custom_id_in_text(content)
@@ -424,6 +457,7 @@ def _parse_row(
     file: str | None,
     num_bytes: int,
     pass_through: bool,
+    extra_parameters: bool,
 ) -> Row:
     if unknown := next((name for name in envelope if name not in ENVELOPE_KEYS), None):
         raise RequestError(
@@ -444,6 +478,36 @@ def _parse_row(
     values = _require(envelope, "body", "Put the parameters of the request there.")
     if not isinstance(values, dict):
         raise invalid("body", values, "an object")
+    return row_of_body(
+        values,
+        url,
+        line=line,
+        custom_id=custom_id,
+        output_tokens_field=output_tokens_field,
+        file=file,
+        num_bytes=num_bytes,
+        pass_through=pass_through,
+        extra_parameters=extra_parameters,
+    )
+
+
+def row_of_body(
+    values: dict[str, Any],
+    url: str,
+    *,
+    line: int,
+    custom_id: str,
+    output_tokens_field: str | None = None,
+    file: str | None = None,
+    num_bytes: int = 0,
+    pass_through: bool = False,
+    extra_parameters: bool = False,
+) -> Row:
+    """The row of a request body, for one of `URLS`.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
     body = _Body(values)
     if body.boolean("stream"):
         raise RequestError(
@@ -454,7 +518,7 @@ def _parse_row(
     if pass_through:
         return _pass_through_row(line, custom_id, url, values, output_tokens_field, file, num_bytes)
     chat = url == CHAT_URL
-    _check_names(values, url, output_tokens_field)
+    _check_names(values, url, output_tokens_field, _EXTRA if extra_parameters else ())
     if body.present("max_tokens") and body.present("max_completion_tokens"):
         raise RequestError(
             "invalid_request",
@@ -469,7 +533,9 @@ def _parse_row(
         model=body.string("model"),
         chat=_parse_messages(values) if chat else None,
         prompt=None if chat else _parse_prompt(values),
-        params=_parse_sampling_params(body, chat, max_tokens),
+        params=_parse_sampling_params(
+            body, chat, max_tokens, _parse_extra(body) if extra_parameters else b""
+        ),
         max_tokens=max_tokens,
         n=body.integer("n", 1, _MAX_N) or 1,
         output_tokens=body.integer(output_tokens_field, 0) if output_tokens_field else None,
@@ -546,17 +612,20 @@ def _likeness(values: dict[str, Any]) -> str | list[int]:
     return "\n".join(parts)
 
 
-def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | None) -> None:
+def _check_names(
+    values: dict[str, Any], url: str, output_tokens_field: str | None, extra: Sequence[str]
+) -> None:
     honoured = _HONOURED_BY_URL[url]
     for name, value in values.items():
-        if name in honoured or name in _IGNORED or name == output_tokens_field:
+        if name in honoured or name in _IGNORED or name == output_tokens_field or name in extra:
             continue
         if name in _UNSUPPORTED:
             if value is None or value in _UNSUPPORTED[name]:
                 continue
+            where = "with --engine vllm" if name in _EXTRA else "elsewhere"
             raise RequestError(
                 "unsupported_parameter",
-                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line elsewhere.",
+                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line {where}.",
                 param=name,
             )
         other_url = next((other for other, names in _HONOURED_BY_URL.items() if name in names), None)
@@ -569,7 +638,7 @@ def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | No
         raise RequestError("unknown_parameter", f"Unknown parameter '{name}' for {url}. {remedy}", param=name)
 
 
-def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None) -> SamplingParams:
+def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None, extra: bytes) -> SamplingParams:
     logprobs: int | None
     if chat:
         top_logprobs = body.integer("top_logprobs", 0, _MAX_LOGPROBS)
@@ -594,7 +663,94 @@ def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None) -> S
         min_tokens=min_tokens,
         skip_special_tokens=body.boolean("skip_special_tokens", True),
         logprobs=logprobs,
+        extra=extra,
     )
+
+
+def _parse_extra(body: _Body) -> bytes:
+    """`SamplingParams.extra` of a body; what is as by default is left out, so that equal requests have equal ones."""
+    extra: dict[str, Any] = {}
+    for name in ("presence_penalty", "frequency_penalty"):
+        if penalty := body.number(name, -2, 2, default=0.0):
+            extra[name] = penalty
+    if (penalty := body.number("repetition_penalty", 0, 100, default=1.0, low_excluded=True)) != 1.0:
+        extra["repetition_penalty"] = penalty
+    if bias := body.mapping("logit_bias"):
+        for token, value in bias.items():
+            if not (token.isascii() and token.isdecimal()) or type(value) not in (int, float):
+                raise invalid("logit_bias", {token: value}, 'token ids with numbers, such as {"42": -100}')
+        extra["logit_bias"] = bias
+    if words := body.strings("bad_words"):
+        extra["bad_words"] = words
+    if body.present("allowed_token_ids"):
+        extra["allowed_token_ids"] = body.token_ids("allowed_token_ids")
+    if (constraint := _parse_constraint(body)) is not None:
+        extra["structured_outputs"] = constraint
+    return orjson.dumps(extra, option=orjson.OPT_SORT_KEYS) if extra else b""
+
+
+def _parse_constraint(body: _Body) -> dict[str, Any] | None:
+    """What the output must look like, in the terms of vLLM's `structured_outputs`."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if body.present(name):
+            found[name] = {name.removeprefix("guided_"): body.value(name)}
+    if (structured := body.mapping("structured_outputs")) is not None:
+        given = {name: value for name, value in structured.items() if value is not None}
+        for name in given:
+            if name not in _CONSTRAINTS + _CONSTRAINT_OPTIONS:
+                raise RequestError(
+                    "unsupported_parameter",
+                    f"'structured_outputs.{name}' is not supported. Use one of {', '.join(_CONSTRAINTS)}.",
+                    param=f"structured_outputs.{name}",
+                )
+        found["structured_outputs"] = given
+    if (form := body.mapping("response_format")) is not None and (
+        constraint := _parse_response_format(form)
+    ) is not None:
+        found["response_format"] = constraint
+    if len(found) > 1:
+        raise RequestError(
+            "invalid_request", f"{' and '.join(found)} are both set. Keep one of them.", param=[*found][-1]
+        )
+    for name, constraint in found.items():
+        _check_constraint(name, constraint)
+    return next(iter(found.values()), None)
+
+
+def _parse_response_format(form: dict[str, Any]) -> dict[str, Any] | None:
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise invalid("response_format.type", kind, '"text", "json_object" or "json_schema"')
+    schema = form.get("json_schema")
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        raise invalid("response_format.json_schema", form.get("json_schema"), "an object with 'schema'")
+    return {"json": schema}
+
+
+def _check_constraint(param: str, constraint: dict[str, Any]) -> None:
+    kinds = [name for name in _CONSTRAINTS if name in constraint]
+    if len(kinds) != 1:
+        raise invalid(param, constraint, f"one of {', '.join(_CONSTRAINTS)}")
+    kind, value = kinds[0], constraint[kinds[0]]
+    good: dict[str, tuple[bool, str]] = {
+        "json": (isinstance(value, dict | str), "a JSON schema"),
+        "regex": (isinstance(value, str) and value != "", "a regular expression"),
+        "grammar": (isinstance(value, str) and value != "", "a grammar in EBNF"),
+        "json_object": (value is True, "true"),
+        "choice": (
+            isinstance(value, list) and value != [] and all(isinstance(text, str) for text in value),
+            "a non-empty list of strings",
+        ),
+    }
+    is_good, expected = good[kind]
+    if not is_good:
+        raise invalid(f"{param}.{kind}" if param == "structured_outputs" else param, value, expected)
 
 
 def _parse_messages(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -731,6 +887,17 @@ class _Body:
             return value or None
         raise invalid(name, value, "an object")
 
+    def value(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def strings(self, name: str) -> list[str]:
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if isinstance(value, list) and all(isinstance(text, str) and text for text in value):
+            return value
+        raise invalid(name, value, "a list of non-empty strings")
+
     def token_ids(self, name: str) -> list[int]:
         value = self._values.get(name)
         if value is None:
@@ -838,6 +1005,18 @@ def expired_line(custom_id: str) -> bytes:
         "error": {"code": "batch_expired", "message": message},
     }
     return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def as_failed_result(failure: bytes) -> bytes:
+    """A line of the error file as it stands among results: without a body, and with the reason as `error`.
+
+    That is the shape of vLLM's run-batch, which has one file for both.
+    """
+    line = orjson.loads(failure)
+    if line["response"] is not None:
+        line["error"] = line["response"]["body"]
+        line["response"]["body"] = None
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) -> bytes:

@@ -79,6 +79,7 @@ def prepare(
     seed: int = 0,
     on_progress: OnProgress | None = None,
     strict: bool = False,
+    fill_context: bool = False,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
@@ -86,12 +87,13 @@ def prepare(
     its url must be `endpoint`, unless None. Lines whose custom_id is in `done` have their result and are left
     out; they still count for duplicates, so that a resumed job refuses the same lines as an unbroken one.
     Lines that bring no seed get one from `seed` and their custom_id. Rows with a `body` to forward are one request
-    each, and their lengths are for planning only: it is the server that refuses what it cannot serve.
+    each, and their lengths are for planning only: it is the server that refuses what it cannot serve. With
+    `fill_context` a `max_tokens` that is missing or too large for the context means to the end of it, whatever the url.
 
     Raises:
         ConfigError: `strict`, and a line cannot run.
     """
-    builder = _TableBuilder(tokenizer, max_model_len, seed)
+    builder = _TableBuilder(tokenizer, max_model_len, seed, fill_context)
     admission = _Admission(served_model_name, any_model, endpoint)
     errors = LineErrors()
     num_lines = num_done = 0
@@ -228,9 +230,10 @@ def _sampling_seed(job_seed: int, row: Row, sample: int) -> int:
 class _TableBuilder:
     """Grows the columns of a `RequestTable` without a Python object per request."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, seed: int, fill_context: bool) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
+        self._fill_context = fill_context
         self._max_model_len = max_model_len
         # per row
         self._id_numbers = array("i")
@@ -370,7 +373,9 @@ class _TableBuilder:
                 f"Please reduce the length of the {name}.",
                 param=name,
             )
-        if row.max_tokens is None:
+        if self._fill_context:
+            max_tokens = min(row.max_tokens or room, room)
+        elif row.max_tokens is None:
             max_tokens = room if row.chat is not None else min(DEFAULT_COMPLETIONS_MAX_TOKENS, room)
         elif row.max_tokens > room:
             raise RequestError(

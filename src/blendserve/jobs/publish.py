@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import gzip
 import os
+import tempfile
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from blendserve.errors import BlendServeError, ConfigError
-from blendserve.jobs.storage import filesystem, is_url, replacing
+from blendserve.jobs.openai_format import as_failed_result
+from blendserve.jobs.storage import filesystem, is_http, is_url, put_http, replacing
 from blendserve.jobs.store import default_errors_path, hash128
 
 _COMPRESSED = (".gz", ".zst")
@@ -31,14 +35,25 @@ _NEEDS_FILES = "pip install 'blendserve[files]'"
 
 
 class InputOrder:
-    """The order of the custom_ids of an input, 8 bytes each."""
+    """The order of the lines of an input, 16 bytes each."""
 
     def __init__(self) -> None:
         self._hashes = array("Q")
+        self._lines = array("q")
+        self._starts: dict[str | None, int] = {}
+        """place of the first line of each file"""
 
-    def add(self, custom_id: str) -> None:
-        """Note the id of the next line."""
-        self._hashes.append(_hash64(custom_id))
+    def add(self, custom_id: str | None, line: int = 0, file: str | None = None) -> None:
+        """Note the next line, which may have no id that can be read."""
+        self._starts.setdefault(file, len(self._lines))
+        self._lines.append(line)
+        self._hashes.append(0 if custom_id is None else _hash64(custom_id))
+
+    def place_of(self, line: int, file: str | None = None) -> int:
+        """Place in the input of a line."""
+        start = self._starts.get(file, len(self._lines))
+        end = min((other for other in self._starts.values() if other > start), default=len(self._lines))
+        return bisect_left(self._lines, line, start, end)
 
     def positions(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """[num_results] place in the input of each result; behind the last line for those that are not in it."""
@@ -67,12 +82,15 @@ class Target:
     working: str
 
     @classmethod
-    def of(cls, path: str) -> Target:
-        """The target for what the user named."""
+    def of(cls, path: str, folder: str | None = None, *, apart: bool = False) -> Target:
+        """The target for what the user named; its working file is in `folder`, or beside it.
+
+        `apart` keeps the two different files, for a target that holds other lines than the working file.
+        """
         path = path.removeprefix("file://").removeprefix("local://")
         if path == "-":
             return cls(path, path)
-        name = path.rpartition("/")[2] if is_url(path) else Path(path).name
+        name = _without_query(path).rpartition("/")[2] if is_url(path) else Path(path).name
         for suffix in _COMPRESSED:
             name = name.removesuffix(suffix)
         if name.endswith(_PARQUET):
@@ -80,6 +98,10 @@ class Target:
         if not name:
             raise ConfigError(f"{path} names no file; write e.g. results.jsonl")
         _check_packages(path)
+        if apart:
+            name = f"{Path(name).stem}.results.jsonl"
+        if folder is not None:
+            return cls(path, str(Path(folder, name)))
         return cls(path, name if is_url(path) else str(Path(path).with_name(name)))
 
     @property
@@ -95,25 +117,27 @@ class Target:
         """
         if not is_url(self.path):
             return os.path.exists(self.path)
+        if is_http(self.path):  # may be signed for PUT alone
+            return False
         storage, path = filesystem(self.path)
         try:
             return bool(storage.exists(path))
         except Exception as error:  # drivers raise what they like
             raise ConfigError(f"cannot reach {self.path}: {error}; check the URL and your access") from error
 
-    def write(self, order: InputOrder | None) -> None:
-        """Make the file from the working file.
+    def write(self, order: InputOrder | None, errors: str | None = None) -> None:
+        """Make the file from the working file, and with the lines of the file `errors` between its own.
 
         Raises:
             BlendServeError: it cannot be written; what was there is intact, and so is the working file.
         """
         try:
-            places = None if order is None else _places(self.working, order)
+            places = None if order is None else _places(self.working, order, errors)
             if self.is_working_file and (places is None or places.are_in_order):
                 return
-            lines = _lines(self.working) if places is None else _lines_at(self.working, places)
+            lines = _lines(self.working) if places is None else _lines_at(self.working, places, errors)
             with self._opened() as file:
-                _write_lines(self.path, file, lines)
+                _write_lines(_without_query(self.path), file, lines)
         except Exception as error:  # drivers raise what they like
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise BlendServeError(
@@ -127,6 +151,11 @@ class Target:
             with replacing(Path(self.path)) as file:
                 yield file
             return
+        if is_http(self.path):
+            with tempfile.TemporaryFile(dir=Path(self.working).parent) as file:
+                yield file
+                put_http(self.path, file)
+            return
         storage, path = filesystem(self.path)
         with storage.transaction, storage.open(path, "wb") as file:
             yield file
@@ -139,16 +168,31 @@ class Publication:
         ConfigError: one of them cannot be written, or not in the order of the input.
     """
 
-    def __init__(self, output: str, errors: str | None, *, ordered: bool) -> None:
-        self.output = Target.of(output)
-        self.errors = None if errors is None else Target.of(errors)
-        if errors is None and is_url(self.output.path):
+    def __init__(
+        self,
+        output: str,
+        errors: str | None,
+        *,
+        ordered: bool,
+        errors_in_output: bool = False,
+        working_dir: str | None = None,
+    ) -> None:
+        if (ordered or errors_in_output) and (
+            output == "-" or (os.path.exists(output) and not os.path.isfile(output))
+        ):
+            flag = "--errors-in-output" if errors_in_output else "--ordered"
+            raise ConfigError(f"{flag} sorts the output once it is complete; give -o a file")
+        self.output = Target.of(output, working_dir, apart=errors_in_output)
+        self.errors = None if errors is None else Target.of(errors, working_dir)
+        if errors is None and errors_in_output:
+            name = Path(self.output.working).name.replace(".results.", ".errors.")
+            self.errors = Target.of(str(Path(self.output.working).with_name(name)))
+        elif errors is None and is_url(self.output.path) and not is_http(self.output.path):
             folder, _, _ = self.output.path.rpartition("/")
-            self.errors = Target.of(f"{folder}/{default_errors_path(self.output.working).name}")
-        self.order = InputOrder() if ordered else None
+            self.errors = Target.of(f"{folder}/{default_errors_path(self.output.working).name}", working_dir)
+        self.order = InputOrder() if ordered or errors_in_output else None
         """to be filled while the input is read"""
-        if ordered and (output == "-" or (os.path.exists(output) and not os.path.isfile(output))):
-            raise ConfigError("--ordered sorts the output once it is complete; give -o a file")
+        self._errors_in_output = errors_in_output
 
     @property
     def files(self) -> list[str]:
@@ -191,19 +235,23 @@ class Publication:
             self.errors.write(None)
             made.append(self.errors)
         if not self.output.is_working_file or self.order is not None:
-            self.output.write(self.order)
+            self.output.write(self.order, self.working_errors if self._errors_in_output else None)
             if not self.output.is_working_file:
                 made.append(self.output)
         return made
 
 
+def _without_query(path: str) -> str:
+    return urlsplit(path).path if is_http(path) else path
+
+
 def _check_packages(path: str) -> None:
-    if is_url(path):
+    if is_url(path) and not is_http(path):
         filesystem(path)
     try:
-        if path.endswith(".zst"):
+        if _without_query(path).endswith(".zst"):
             import zstandard  # noqa: F401
-        elif path.endswith(_PARQUET):
+        elif _without_query(path).endswith(_PARQUET):
             import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{path} needs a package: {_NEEDS_FILES}") from error
@@ -219,30 +267,70 @@ def _lines(path: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the lines of a file are, in the order in which they are wanted."""
+    """Where lines are, in the order in which they are wanted."""
 
+    is_error: NDArray[np.bool_]
+    """whether a line is in the file of errors"""
     start: NDArray[np.int64]
     num_bytes: NDArray[np.int64]
 
     @property
     def are_in_order(self) -> bool:
-        return bool(np.all(self.start[1:] > self.start[:-1]))
+        return not self.is_error.any() and bool(np.all(self.start[1:] > self.start[:-1]))
 
 
-def _places(path: str, order: InputOrder) -> _Places:
+def _places(path: str, order: InputOrder, errors: str | None) -> _Places:
     num_bytes, hashes = array("q"), array("Q")
     for line in _lines(path):
         num_bytes.append(len(line))
         hashes.append(_hash64(orjson.loads(line)["custom_id"]) if line.strip() else 0)
     lengths = np.asarray(num_bytes, dtype=np.int64)
-    by_input = np.argsort(order.positions(np.asarray(hashes, dtype=np.uint64)), kind="stable")
-    return _Places((np.cumsum(lengths) - lengths)[by_input], lengths[by_input])
+    wanted = order.positions(np.asarray(hashes, dtype=np.uint64))
+    starts = np.cumsum(lengths) - lengths
+    is_error = np.zeros(len(lengths), dtype=np.bool_)
+    if errors is not None:
+        failed = _error_places(errors, order)
+        is_error = np.concatenate([is_error, failed.is_error])
+        starts = np.concatenate([starts, failed.start])
+        lengths = np.concatenate([lengths, failed.num_bytes])
+        wanted = np.concatenate([wanted, failed.wanted])
+    by_input = np.argsort(wanted, kind="stable")
+    return _Places(is_error[by_input], starts[by_input], lengths[by_input])
 
 
-def _lines_at(path: str, places: _Places) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        for start, num_bytes in zip(places.start, places.num_bytes, strict=True):
-            yield os.pread(file.fileno(), int(num_bytes), int(start))
+class _ErrorPlaces(NamedTuple):
+    wanted: NDArray[np.int64]
+    is_error: NDArray[np.bool_]
+    start: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+
+
+def _error_places(path: str, order: InputOrder) -> _ErrorPlaces:
+    num_bytes, wanted = array("q"), array("q")
+    for line in _lines(path):
+        num_bytes.append(len(line))
+        failure = orjson.loads(line)
+        error = ((failure["response"] or {}).get("body") or {}).get("error") or {}
+        if "line" in error:
+            wanted.append(order.place_of(error["line"], error.get("file")))
+        else:  # it was not run, and has only its id
+            hashes = np.array([_hash64(failure["custom_id"])], dtype=np.uint64)
+            wanted.append(int(order.positions(hashes)[0]))
+    lengths = np.asarray(num_bytes, dtype=np.int64)
+    return _ErrorPlaces(
+        np.asarray(wanted, dtype=np.int64),
+        np.ones(len(lengths), dtype=np.bool_),
+        np.cumsum(lengths) - lengths,
+        lengths,
+    )
+
+
+def _lines_at(path: str, places: _Places, errors: str | None) -> Iterator[bytes]:
+    with open(path, "rb") as results, open(errors or os.devnull, "rb") as failures:
+        columns = (places.is_error.tolist(), places.start.tolist(), places.num_bytes.tolist())
+        for is_error, start, num_bytes in zip(*columns, strict=True):
+            line = os.pread((failures if is_error else results).fileno(), num_bytes, start)
+            yield as_failed_result(line) if is_error else line
 
 
 # -------- formats --------

@@ -79,6 +79,10 @@ class OutputConfig:
     """file for lines that failed; None: beside the output"""
     ordered: bool = False
     """lines in the order of the input, once the job is complete"""
+    errors_in_output: bool = False
+    """once the job is complete, a line in the output for each line of the input, failed ones too, in its order"""
+    working_dir: str | None = None
+    """folder for the files that results grow in; None: beside the output"""
     flush_interval: float = FLUSH_INTERVAL_S
     """seconds between two times that results are forced onto the disk; 0: after every write"""
     restart: bool = False
@@ -117,6 +121,8 @@ class JobConfig:
         }
         if self.engine.forwards:
             parameters["base_url"] = self.engine.base_url
+        if self.engine.engine == "vllm":
+            parameters["engine_args"] = self.engine.output_engine_args
         if self.engine.engine == "simulated":
             parameters["output_tokens_field"] = self.source.output_tokens_field
         model_digest = "" if files.folder is None else digest_of_model(files.folder)
@@ -226,6 +232,7 @@ def plan_job(
         max_line_bytes=source.max_line_bytes,
         column_mapping=source.column_mapping,
         pass_through=config.engine.forwards,
+        extra_parameters=config.engine.extra_parameters,
     )
     prepared = prepare(
         rows if order is None else _noted(rows, order),
@@ -255,6 +262,5 @@ def plan_job(
 
 def _noted(rows: Iterable[Row | LineError], order: InputOrder) -> Iterator[Row | LineError]:
     for row in rows:
-        if row.custom_id is not None:
-            order.add(row.custom_id)
+        order.add(row.custom_id, row.line, row.file)
         yield row

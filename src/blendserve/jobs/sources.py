@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from blendserve.errors import ConfigError, RequestError
+from blendserve.jobs.storage import is_http, open_http
 
 DEFAULT_MAX_LINE_BYTES = 100_000_000
 
@@ -156,6 +157,8 @@ def _local_files(given: str) -> list[str]:
 
 
 def _remote_files(given: str) -> list[str]:
+    if is_http(given):
+        return [given]
     with _asking(given):
         filesystem, path = _fsspec().core.url_to_fs(given)
         if glob.has_magic(path):
@@ -309,6 +312,8 @@ def _opened(path: str) -> AbstractContextManager[BinaryIO]:
         return nullcontext(sys.stdin.buffer)
     if "://" in path:
         with _asking(path):
+            if is_http(path):
+                return open_http(path)
             opened: AbstractContextManager[BinaryIO] = _fsspec().open(path, "rb")
         return opened
     return open(path, "rb")

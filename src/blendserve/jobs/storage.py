@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from blendserve.errors import ConfigError
+
+HTTP_TIMEOUT_S = 600.0
+"""without a byte from a web server"""
 
 
 def is_url(path: str | Path) -> bool:
@@ -42,6 +47,42 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def is_http(path: str | Path) -> bool:
+    """Whether a path is a web address, read by GET and written by PUT, for which nothing need be installed."""
+    return str(path).startswith(("http://", "https://"))
+
+
+def open_http(url: str) -> BinaryIO:
+    """What is at a web address.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    opened: BinaryIO = _answer(urllib.request.Request(url))
+    return opened
+
+
+def put_http(url: str, file: BinaryIO) -> None:
+    """Send a file, from its begin, to a web address.
+
+    Raises:
+        OSError: it was not taken.
+    """
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
+    request = urllib.request.Request(url, data=file, headers=headers, method="PUT")
+    _answer(request).close()
+
+
+def _answer(request: urllib.request.Request) -> Any:
+    try:
+        return urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
+
+
 def filesystem(url: str) -> tuple[Any, str]:
     """The `fsspec` file system of a URL, and the path on it.
 
@@ -64,11 +105,18 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def remote_version(url: str) -> str:
-    """What the storage says about the version of an object.
+    """What the storage says about the version of an object; "" for a web address that does not say.
 
     Raises:
         ConfigError: it cannot be asked.
     """
+    if is_http(url):
+        try:
+            with _answer(urllib.request.Request(url, method="HEAD")) as answer:
+                told = (answer.headers[name] for name in ("ETag", "Last-Modified", "Content-Length"))
+                return next(filter(None, told), "")
+        except OSError:  # an address that was signed for GET alone
+            return ""
     storage, path = filesystem(url)
     try:
         return str(storage.ukey(path))

@@ -5,7 +5,8 @@ a little more is sent than fits, so that the engine has something in line when a
 
 What the engine does between a request and its answer is not seen, but modelled: engine steps pass at the rate that
 answers so far imply, prompts are computed in the order of admission, and then every sequence gains a token per step.
-An answer that comes before the model expects it shows that the prompts before it are computed, too.
+An answer that comes before the model expects it shows that the prompts before it are computed, too. An engine that
+tells of its steps spares the window the estimate of their rate.
 """
 
 from __future__ import annotations
@@ -174,16 +175,17 @@ class Window:
 
     # -- the engine's side ---------------------------------------------------------------------------------------
 
-    def fill(self, now_s: float) -> Changes:
+    def fill(self, now_s: float, engine_steps: int | None = None) -> Changes:
         """Let the policy decide what goes into the engine now.
 
         Args:
             now_s: time since the run began, on the engine's clock.
+            engine_steps: steps of the engine since then; None where they are not seen.
 
         Raises:
             EngineError: the policy admits nothing although nothing runs.
         """
-        self._advance(now_s)
+        self._advance(now_s, engine_steps)
         self._steps_per_tick = max(self._engine_steps - self._filled_at, 1.0)
         self._filled_at = self._engine_steps
         self._count_memory()
@@ -196,13 +198,17 @@ class Window:
             )
         return Changes(self._admitted, self._withdrawn)
 
-    def finish(self, answers: Iterable[tuple[int, int | None]], now_s: float) -> list[int]:
+    def finish(
+        self, answers: Iterable[tuple[int, int | None]], now_s: float, engine_steps: int | None = None
+    ) -> list[int]:
         """Account for (request, output tokens) that the engine has answered; None where they are not known.
+
+        Time and steps are those of `fill`.
 
         Returns:
             Output tokens that were expected of each when it was first admitted.
         """
-        self._advance(now_s)
+        self._advance(now_s, engine_steps)
         requests, lengths = [], []
         for request, output_tokens in answers:
             requests.append(request)
@@ -210,6 +216,7 @@ class Window:
                 lengths.append(max(int(self._first_expected[request]), 1))  # teaches nothing
             else:
                 self._learn_pace(request, output_tokens)
+                self._see_prefill_done(request)
                 lengths.append(output_tokens)
             self._remove(request)
             self._state[request] = FINISHED
@@ -228,8 +235,11 @@ class Window:
     def _step_s(self) -> float:
         return float(self._pace[0] / self._pace[1])
 
-    def _advance(self, now_s: float) -> None:
-        self._engine_steps += (now_s - self.clock_s) / self._step_s
+    def _advance(self, now_s: float, engine_steps: int | None) -> None:
+        if engine_steps is None:
+            self._engine_steps += (now_s - self.clock_s) / self._step_s
+        else:
+            self._engine_steps = float(engine_steps)
         self.clock_s = now_s
 
     def _generated(self, requests: Ints) -> Ints:
@@ -281,10 +291,13 @@ class Window:
         self._shared -= int(_leave(self._num_users, self._parent, self._segment, self._node[request]))
 
     def _learn_pace(self, request: int, output_tokens: int) -> None:
-        """From an answer of so many tokens: how long engine steps are, and which prompts are computed."""
+        """From an answer of so many tokens: how long engine steps are."""
         took_s = max(self.clock_s - self._admitted_s[request], 1e-4)
         modelled = self._decodes_from[request] - self._admitted_at[request] + output_tokens
         self._pace = PACE_MEMORY * self._pace + (took_s, max(modelled, 1.0))
+
+    def _see_prefill_done(self, request: int) -> None:
+        """From an answer: which prompts are computed."""
         early = self._decodes_from[request] - self._engine_steps
         if early > 0:
             running = self.running_requests

