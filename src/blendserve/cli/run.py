@@ -321,6 +321,7 @@ def _run_job(
             running = until_end.enter_context(
                 closing(job.start(store, deadline=deadline, finalize=finalize, on_event=_print_event))
             )
+            run = until_end.enter_context(closing(running.run()))  # ends before the engine and the store do
             telemetry = Telemetry(job.plan, running.progress)
             metrics.watch(telemetry, files.name)
             report = None
@@ -337,7 +338,7 @@ def _run_job(
             running_since_s = time.perf_counter()
             try:
                 with _stopping_between_steps() as steps_until_interrupted:
-                    steps = telemetry.watch(running.run())
+                    steps = telemetry.watch(run)
                     if report is not None:
                         steps = report.checkpointed(steps, lambda: running.summary)
                     display.running(steps_until_interrupted(steps), telemetry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -164,7 +164,7 @@ class Job:
         self.progress = JobProgress(total=prepared.num_lines, num_done=prepared.num_done)
         """live; the same object that `run` yields"""
 
-    def run(self) -> Iterator[JobProgress]:
+    def run(self) -> Generator[JobProgress, None, None]:
         """Run everything; yields after the failed lines are written and then after every engine step.
 
         Raises:
