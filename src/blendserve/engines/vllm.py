@@ -32,6 +32,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
@@ -683,6 +684,7 @@ def _no_ctrl_c() -> Iterator[None]:
 
     They inherit what this thread blocks. The job still sees it, by its other threads.
     """
+    resource_tracker.ensure_running()  # to start it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
