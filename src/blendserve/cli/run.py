@@ -352,6 +352,9 @@ def _run_job(
             running = until_end.enter_context(
                 closing(job.start(store, deadline=deadline, finalize=finalize, on_event=_print_event))
             )
+            job_steps = until_end.enter_context(
+                closing(running.run())
+            )  # ends before the engine and the store do
             telemetry = Telemetry(job.plan, running.progress)
             metrics.watch(telemetry, files.name)
             report = None
@@ -368,8 +371,6 @@ def _run_job(
             running_since_s = time.perf_counter()
             try:
                 with _stopping_between_steps() as steps_until_interrupted:
-                    # Closed before the store is, so that its last results are on the disk.
-                    job_steps = until_end.enter_context(closing(running.run()))
                     steps = telemetry.watch(job_steps)
                     if report is not None:
                         steps = report.checkpointed(steps, lambda: running.summary)

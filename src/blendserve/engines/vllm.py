@@ -32,6 +32,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
@@ -189,8 +190,9 @@ class VLLMEngine:
         arguments.setdefault("enable_prefix_caching", True)
         self._log = _StepLog()
         self._children = _Children()
+        caller = _Caller()
         try:
-            with _no_main_module():
+            with _no_main_module(), _no_ctrl_c():
                 self._engine = self._open(engine_class, args_class(**arguments))
         except Exception as error:  # it raises whatever its models, kernels and the system do
             self._children.end()
@@ -198,7 +200,7 @@ class VLLMEngine:
                 f"vLLM cannot run {folder} with these options: {type(error).__name__}: {error}"
             ) from error
         self._children.found()
-        self._caller = None if self._children.is_empty else _Caller()
+        self._caller = None if self._children.is_empty else caller
         self._has_tokenizer = not further.get("skip_tokenizer_init")
         self._make_params = _params_maker(detokenize=self._has_tokenizer)
         self._make_prompt = _prompt_maker()
@@ -287,7 +289,7 @@ class VLLMEngine:
                 before_s = now_s
                 yield StepOutput(stats, results)
         finally:
-            if sent and not self._is_dead:
+            if sent and not self._is_dead and self._engine is not None:
                 self._abort(list(sent), sent)
 
     def stop_admitting(self) -> None:
@@ -674,6 +676,20 @@ def _no_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _no_ctrl_c() -> Iterator[None]:
+    """Have processes that are spawned meanwhile not see Ctrl-C, which is the job's to act on.
+
+    They inherit what this thread blocks. The job still sees it, by its other threads.
+    """
+    resource_tracker.ensure_running()  # to start it later would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _with_descendants(processes: list[Any]) -> list[Any]:
