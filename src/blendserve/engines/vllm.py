@@ -687,14 +687,19 @@ class _Children:
 
         if not self._processes:
             self.found()
+        until_s = time.monotonic() + END_TIMEOUT_S
         tree = {process.pid: process for process in self._tree + _with_descendants(self._processes)}
-        _, alive = psutil.wait_procs(list(tree.values()), timeout=END_TIMEOUT_S)
+        for process in self._processes:  # by what started it: their exit codes can be read once
+            process.join(max(until_s - time.monotonic(), 0.0))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            tree.pop(process.pid, None)
+        _, alive = psutil.wait_procs(list(tree.values()), timeout=max(until_s - time.monotonic(), 0.0))
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
-        for process in self._processes:
-            process.join(END_TIMEOUT_S)
         if self._watchdog is not None:
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()
