@@ -57,10 +57,11 @@ class CliJob:
         source_folder = str(Path(blendserve.__file__).parents[1])
         self.environment = {**os.environ, "PYTHONPATH": source_folder}
 
-    def start(self, *options: str) -> "subprocess.Popen[str]":
-        """As from a terminal: a session of its own."""
+    def start(self, *options: str, in_background: bool = False) -> "subprocess.Popen[str]":
+        """As from a terminal: a session of its own; or in the background of a script, with SIGINT ignored."""
+        deaf = ("sh", "-c", 'trap "" INT; exec "$@"', "sh") if in_background else ()
         return subprocess.Popen(
-            [*self.command, *options],
+            [*deaf, *self.command, *options],
             stderr=subprocess.PIPE,
             text=True,
             env=self.environment,
@@ -199,10 +200,14 @@ def test_to_interrupt_keeps_what_is_done_and_prints_the_command_that_goes_on(
     assert job.results() == unbroken
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_to_interrupt_before_the_first_step(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "in_background"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)]
+)
+def test_to_interrupt_before_the_first_step(
+    model: Path, tmp_path: Path, number: signal.Signals, in_background: bool
+) -> None:
     job = CliJob(model, tmp_path)
-    process = job.start()
+    process = job.start(in_background=in_background)
     assert process.stderr is not None
     line = process.stderr.readline()
     assert line.startswith("read"), line

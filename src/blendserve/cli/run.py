@@ -245,7 +245,7 @@ def run_command(
     Exit codes: 0 all lines succeeded, 1 some failed (see the error file), 2 the job could not run,
     3 the time was up (--deadline, --max-time), 130 interrupted; after 2, 3 and 130 run it again to go on.
     """
-    with reported_errors(), _sigterm_is_ctrl_c():
+    with reported_errors(), _ended_by_signals():
         left_s = seconds_left(deadline, max_time)
         if finalize and left_s is None:
             raise ConfigError("--finalize ends a job at its deadline; add --deadline or --max-time")
@@ -443,17 +443,18 @@ def _resume_command() -> str:
 
 
 @contextmanager
-def _sigterm_is_ctrl_c() -> Iterator[None]:
-    """Before and after the steps, SIGTERM ends the command as Ctrl-C does."""
+def _ended_by_signals() -> Iterator[None]:
+    """Before and after the steps, Ctrl-C ends the command, and SIGTERM does as well; see `_stopping_between_steps`."""
 
     def interrupt(_signum: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
