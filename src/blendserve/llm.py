@@ -30,21 +30,19 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from blendserve.cost_model import CostModel
 from blendserve.engines import EngineConfig, EngineName, open_engine
 from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS, SupervisedEngine
 from blendserve.errors import ConfigError, EngineError, FailedRequestsError, PromptError, RequestError
 from blendserve.jobs.job import Answer, GatheredResults
 from blendserve.jobs.openai_format import LineError, Row, row_of_body
 from blendserve.jobs.prepare import Prepared, prepare
-from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, find_model
+from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, find_model, open_tokenizer
 from blendserve.jobs.sources import CHAT_URL, COMPLETIONS_URL
 from blendserve.outputs import CompletionOutput, Logprob, RequestOutput
-from blendserve.planner.plan import PlanConfig, make_plan
+from blendserve.planner.plan import PlanConfig
 from blendserve.request import Completion, Failure, RequestTable, StepOutput
 from blendserve.sampling_params import SamplingParams
-from blendserve.scheduling.policies import POLICIES, PolicyName, make_policy
-from blendserve.scheduling.policy import Policy
+from blendserve.scheduling.policies import POLICIES, PolicyName
 from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -201,9 +199,7 @@ class LLM:
         if self._config.engine.forwards and model is None:
             raise ConfigError(f"engine={engine!r} needs model=, the server's name for the model")
         self._files = find_model(self._config, _log.info)
-        self._tokenizer = (
-            ApproximateTokenizer() if self._files.folder is None else Tokenizer(self._files.folder)
-        )
+        self._tokenizer = open_tokenizer(self._files)
         self._cost_model = self._config.engine.cost_model(self._files)
         self._open()
 
@@ -357,7 +353,7 @@ class LLM:
                 functools.partial(
                     open_engine, self._config.engine, self._files, self._tokenizer, self._cost_model
                 ),
-                functools.partial(_planned, self._config, self._cost_model),
+                functools.partial(self._config.planned_policy, self._cost_model),
                 max_restarts=self._config.max_engine_restarts,
                 on_event=_log.warning,
             )
@@ -370,7 +366,7 @@ class LLM:
 
     def _steps(self, requests: RequestTable) -> Iterator[StepOutput]:
         """Run all requests. What breaks off in the middle of a step leaves an engine that cannot be trusted."""
-        steps = iter(self._open().run(requests, _planned(self._config, self._cost_model, requests)))
+        steps = self._open().run(requests, self._config.planned_policy(self._cost_model, requests))
         is_in_step = False
         try:
             while True:
@@ -385,7 +381,7 @@ class LLM:
             if is_in_step:
                 self._drop_engine()
             else:
-                steps.close()  # type: ignore[attr-defined]
+                steps.close()
 
     # -------- calls --------
 
@@ -424,8 +420,7 @@ class LLM:
     ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         try:
-            for index, output in self._run(requests, use_tqdm, on_error):
-                outputs[index] = output  # noqa: PERF403 - those before an error are kept
+            outputs.update(self._run(requests, use_tqdm, on_error))  # those before an error are kept
         except FailedRequestsError as error:
             raise FailedRequestsError(str(error), {**outputs, **error.outputs}) from None
         return [outputs[index] for index in range(len(outputs))]
@@ -601,11 +596,6 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
         problem = error.errors()[0]
         name = str(problem["loc"][0]) if problem["loc"] else "engine"
         raise ConfigError(f"{name}={problem['input']!r}: {problem['msg']}") from None
-
-
-def _planned(config: JobConfig, cost_model: CostModel, requests: RequestTable) -> Policy:
-    plan = make_plan(requests, cost_model, config.plan)
-    return make_policy(config.policy, plan, seed=config.seed)
 
 
 def _refuse(**arguments: Any) -> None:

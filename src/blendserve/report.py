@@ -472,50 +472,41 @@ def _number(value: object) -> str:
 
 def _rates_over_time(timeline: dict[str, list[float]]) -> Figure:
     """Tokens computed per second, prefill below and decode on top."""
-    from plotly.graph_objects import Scatter
-
     figure = _figure("Tokens per second", "Time since the run began (s)", "Tokens computed per second")
-    for name, field, colour in (
-        ("prefill", "prefill_tokens_per_s", OTHER_COLOURS[0]),
-        ("decode", "decode_tokens_per_s", OTHER_COLOURS[1]),
-    ):
-        figure.add_trace(
-            Scatter(
-                name=name,
-                x=timeline["elapsed_s"],
-                y=timeline[field],
-                mode="lines",
-                stackgroup="tokens",
-                # A value is the mean of the span that ends at its time.
-                line={"color": colour, "shape": "vh", "width": 1.0},
-                hovertemplate=f"{name} %{{y:,.0f}} tokens/s at %{{x:,.1f}} s<extra></extra>",
-            )
-        )
+    fields = {"prefill": "prefill_tokens_per_s", "decode": "decode_tokens_per_s"}
+    _add_lines(figure, timeline, fields, "%{y:,.0f} tokens/s", stackgroup="tokens")
     figure.update_yaxes(rangemode="tozero")
     return figure
 
 
 def _shares_over_time(timeline: dict[str, list[float]]) -> Figure:
     """Compute's share of the modelled time, and how full the KV memory was."""
+    figure = _figure("Blend and KV memory", "Time since the run began (s)", "Share (%)")
+    fields = {"compute in the blend": "compute_ratio", "KV memory used": "kv_usage_ratio"}
+    _add_lines(figure, timeline, fields, "%{y:.1%}")
+    figure.update_yaxes(tickformat=".0%", range=[0.0, 1.05])
+    return figure
+
+
+def _add_lines(
+    figure: Figure, timeline: dict[str, list[float]], fields: dict[str, str], value: str, **options: Any
+) -> None:
+    """A line per column of a time line, by name; `value` is how one is shown."""
     from plotly.graph_objects import Scatter
 
-    figure = _figure("Blend and KV memory", "Time since the run began (s)", "Share (%)")
-    for name, field, colour in (
-        ("compute in the blend", "compute_ratio", OTHER_COLOURS[0]),
-        ("KV memory used", "kv_usage_ratio", OTHER_COLOURS[2]),
-    ):
+    for (name, field), colour in zip(fields.items(), OTHER_COLOURS, strict=False):
         figure.add_trace(
             Scatter(
                 name=name,
                 x=timeline["elapsed_s"],
                 y=timeline[field],
                 mode="lines",
+                # A value is the mean of the span that ends at its time.
                 line={"color": colour, "shape": "vh", "width": 1.5},
-                hovertemplate=f"{name} %{{y:.1%}} at %{{x:,.1f}} s<extra></extra>",
+                hovertemplate=f"{name} {value} at %{{x:,.1f}} s<extra></extra>",
+                **options,
             )
         )
-    figure.update_yaxes(tickformat=".0%", range=[0.0, 1.05])
-    return figure
 
 
 class _Run(NamedTuple):

@@ -64,11 +64,10 @@ class SamplingParams:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         if self.extra_args:
             body["vllm_xargs"] = body.pop("extra_args")
-        if is_dataclass(self.structured_outputs):
-            constraints = asdict(self.structured_outputs)  # type: ignore[arg-type]
+        if is_dataclass(self.structured_outputs) and not isinstance(self.structured_outputs, type):
             body["structured_outputs"] = {
                 name: value
-                for name, value in constraints.items()
+                for name, value in asdict(self.structured_outputs).items()
                 if value is not None and not name.startswith("_")
             }
         elif isinstance(self.structured_outputs, Mapping):

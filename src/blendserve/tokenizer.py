@@ -189,21 +189,6 @@ class Tokenizer:
             else known.decode(errors="replace")
         )
 
-    def check_ids(self, token_ids: Sequence[int]) -> None:
-        """Refuse a prompt with ids that the model has no embedding for.
-
-        Raises:
-            RequestError: Names the first such id.
-        """
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-            return
-        bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-        raise RequestError(
-            "invalid_request",
-            f"token id {bad} is outside the model's vocabulary; ids go from 0 to {self.vocab_size - 1}",
-            param="prompt",
-        )
-
 
 class ApproximateTokenizer:
     """Four bytes of UTF-8 are a token: for planning where the model's own tokenizer is not at hand.

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendserve.jobs.job import Job
-from blendserve.jobs.openai_format import CHAT_URL, COMPLETIONS_URL, LineError, Row, failure_line, parse_lines
+from blendserve.jobs.openai_format import CHAT_URL, COMPLETIONS_URL, LineError, Row, failure_line
 from blendserve.jobs.prepare import prepare
 from blendserve.jobs.store import ResultStore
 from blendserve.request import Completion, StepOutput, StepStats
+from tests.lines import parse_lines
 
 PARAMETERS = [
     "model",

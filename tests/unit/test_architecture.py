@@ -50,7 +50,7 @@ ONLY_IN = {
     "prometheus_client": ("jobs/metrics.py",),
     "rich": ("cli/",),
     "typer": ("cli/",),
-    "fsspec": ("jobs/storage.py", "jobs/sources.py"),
+    "fsspec": ("jobs/storage.py",),
     "pyarrow": ("jobs/publish.py", "jobs/sources.py"),
     "zstandard": ("jobs/publish.py", "jobs/sources.py"),
 }

@@ -249,14 +249,6 @@ class TestTokens:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 50000}))
         assert Tokenizer(tmp_path).vocab_size == 50000
 
-    def test_ids_outside_the_vocabulary_are_refused_by_name(self, byte_level: Tokenizer) -> None:
-        byte_level.check_ids([])
-        byte_level.check_ids([0, 49151])
-        for bad in (-1, 49152):
-            with pytest.raises(RequestError, match=f"{bad} .* 0 to 49151") as caught:
-                byte_level.check_ids([5, bad, 6])
-            assert (caught.value.code, caught.value.param) == ("invalid_request", "prompt")
-
 
 class TestLoading:
     def test_a_folder_without_a_tokenizer(self, tmp_path: Path) -> None:

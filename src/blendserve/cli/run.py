@@ -352,9 +352,8 @@ def _run_job(
             running = until_end.enter_context(
                 closing(job.start(store, deadline=deadline, finalize=finalize, on_event=_print_event))
             )
-            job_steps = until_end.enter_context(
-                closing(running.run())
-            )  # ends before the engine and the store do
+            # Ends before the engine and the store do.
+            job_steps = until_end.enter_context(closing(running.run()))
             telemetry = Telemetry(job.plan, running.progress)
             metrics.watch(telemetry, files.name)
             report = None

@@ -66,7 +66,7 @@ def collected(executor: Executor, request: int) -> Result:
         return executor.collect(request)
     except EngineDiedError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the executor raises
         return Failure("engine_error", f"The output cannot be turned into a result: {_described(error)}")
 
 

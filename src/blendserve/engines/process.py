@@ -228,7 +228,7 @@ def serve(fd: int) -> None:
             reply = (False, methods[method](argument))
         except (ConfigError, EngineError) as error:
             reply = (True, error)
-        except Exception as error:
+        except Exception as error:  # whatever the executor raises goes to the job
             reply = (True, EngineError(f"{type(error).__name__}: {error}"))
         try:
             connection.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))

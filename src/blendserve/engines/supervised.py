@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -76,7 +76,7 @@ class SupervisedEngine:
         self.kv_capacity_tokens = self._engine.kv_capacity_tokens
         self.max_model_len = self._engine.max_model_len
 
-    def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
+    def run(self, requests: RequestTable, policy: Policy) -> Generator[StepOutput]:
         """Run all requests; one that the engine cannot run has a `Failure`.
 
         Raises:

@@ -341,7 +341,7 @@ class VLLMEngine:
             sent.pop(request_id)
         try:
             self._engine.abort_request(request_ids)
-        except Exception as error:
+        except Exception as error:  # its exception has moved between versions
             if not _is_death(error):
                 raise
 
@@ -367,7 +367,7 @@ class VLLMEngine:
             return outputs
         except EngineDiedError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a model, a kernel or an allocator raises
             raise self._died(error, running) from error
 
     def _died(self, error: Exception | None, running: list[int]) -> EngineDiedError:
@@ -597,7 +597,7 @@ class _Caller:
         while (function := self._calls.get()) is not None:
             try:
                 self._outcomes.put(function())
-            except Exception as error:
+            except Exception as error:  # raised where the outcome is taken
                 self._outcomes.put(error)
             del function
 

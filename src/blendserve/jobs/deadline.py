@@ -42,7 +42,7 @@ class Deadline:
         self._num_tokens += output.stats.num_decode_tokens
         for _, result in output.results:
             if isinstance(result, Completion):
-                num_tokens = len(result.token_ids)
+                num_tokens = result.num_output_tokens
                 self._sum += num_tokens
                 self._sum_of_squares += num_tokens * num_tokens
 

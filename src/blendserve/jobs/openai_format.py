@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 import orjson
@@ -31,7 +31,6 @@ from blendserve.jobs.sources import (
     Source,
     is_table,
     read_lines,
-    split_lines,
 )
 from blendserve.request import Completion, SamplingParams, TokenLogprob
 
@@ -237,7 +236,7 @@ class LineError:
         return place(self.line, self.file)
 
 
-@dataclass(slots=True)  # not frozen, which would take a fifth of the time to read a line
+@dataclass(slots=True)  # not frozen: rows are made by the million
 class Row:
     """One good line, as asked; exactly one of `chat` and `prompt` is given."""
 
@@ -316,14 +315,6 @@ def read_rows(
                 pass_through=pass_through,
                 extra_parameters=extra_parameters,
             )
-
-
-def parse_lines(
-    file: BinaryIO, *, output_tokens_field: str | None = None, pass_through: bool = False
-) -> Iterator[Row | LineError]:
-    """Rows of an open file of lines."""
-    for line, content in split_lines(iter(lambda: file.read(1 << 20), b"")):
-        yield parse_line(line, content, output_tokens_field=output_tokens_field, pass_through=pass_through)
 
 
 def parse_line(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import platform
 import sys
 import time
@@ -24,6 +23,7 @@ import orjson
 import blendserve
 from blendserve.errors import ConfigError
 from blendserve.jobs.job import JobProgress, JobSummary
+from blendserve.jobs.storage import replacing
 from blendserve.jobs.telemetry import Telemetry, Throttle
 
 REPORT_FORMAT = 1
@@ -251,13 +251,5 @@ def _histogram_document(values: Any) -> dict[str, Any]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(content)

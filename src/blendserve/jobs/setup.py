@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,11 @@ class JobConfig:
         """The name in the results; nobody shall take simulated ones for real."""
         return f"simulated/{files.name}" if self.engine.engine == "simulated" else files.name
 
+    def planned_policy(self, cost_model: CostModel, requests: RequestTable) -> Policy:
+        """A policy for some requests, which are planned for it."""
+        plan = make_plan(requests, cost_model, self.plan)
+        return make_policy(self.policy, plan, seed=self.seed)
+
     def signature(
         self, files: ModelFiles, sources: Sequence[Source], stdin: StreamDigest | None
     ) -> JobSignature:
@@ -150,12 +156,12 @@ class PlannedJob:
         finalize: bool = False,
         on_event: Callable[[str], None] = lambda _line: None,
     ) -> Job:
-        """Load the engine; the job owns it and the store. `on_event` gets a line for each failure of the engine."""
+        """Load the engine, which the job owns. `on_event` gets a line for each failure of the engine."""
         engine = None
         if len(self.prepared.requests):
             engine = SupervisedEngine(
                 self._open_engine,
-                self._policy_for,
+                functools.partial(self.config.planned_policy, self.cost_model),
                 max_restarts=self.config.max_engine_restarts,
                 on_event=on_event,
             )
@@ -184,11 +190,6 @@ class PlannedJob:
         """[num_requests] what the simulated engine generates: declared, else assumed of each request by itself."""
         return self.plan.output_tokens_est.round().astype(np.int32)
 
-    def _policy_for(self, requests: RequestTable) -> Policy:
-        """A policy for some of the requests, planned anew."""
-        plan = make_plan(requests, self.cost_model, self.config.plan)
-        return make_policy(self.config.policy, plan, seed=self.config.seed)
-
 
 def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFiles:
     """The files of the job's model.
@@ -200,6 +201,11 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
     if config.engine.forwards:
         return remote_model(source.model, served_model_name=source.served_model_name)
     return resolve_model(source.model, served_model_name=source.served_model_name, on_progress=on_progress)
+
+
+def open_tokenizer(files: ModelFiles) -> Tokenizer | ApproximateTokenizer:
+    """The model's tokenizer, or where that is on a server one that is good enough for planning."""
+    return ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
 
 
 def _names_no_model(config: JobConfig) -> bool:
@@ -223,7 +229,7 @@ def plan_job(
     Raises:
         ConfigError: an option, the input or the saved plan does not fit.
     """
-    tokenizer = ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
+    tokenizer = open_tokenizer(files)
     cost_model = config.engine.cost_model(files)
     source = config.source
     rows = read_rows(

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from blendserve.errors import ConfigError, RequestError
-from blendserve.jobs.storage import is_http, open_http
+from blendserve.jobs.storage import filesystem, is_http, open_http
 
 DEFAULT_MAX_LINE_BYTES = 100_000_000
 
@@ -159,21 +159,21 @@ def _local_files(given: str) -> list[str]:
 def _remote_files(given: str) -> list[str]:
     if is_http(given):
         return [given]
+    storage, path = _storage(given)
     with _asking(given):
-        filesystem, path = _fsspec().core.url_to_fs(given)
         if glob.has_magic(path):
-            found = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
-        elif filesystem.isdir(path):
+            found = [name for name in storage.glob(path) if storage.isfile(name)]
+        elif storage.isdir(path):
             found = [
                 name
-                for name in filesystem.find(path)
+                for name in storage.find(path)
                 if name.lower().endswith(_SUFFIXES) and not PurePosixPath(name).name.startswith((".", "_"))
             ]
         else:
             return [given]
         if not found:
             raise ConfigError(f"no input file at {given}; check the address")
-        return [str(filesystem.unstrip_protocol(name)) for name in sorted(found)]
+        return [str(storage.unstrip_protocol(name)) for name in sorted(found)]
 
 
 @contextmanager
@@ -181,23 +181,17 @@ def _asking(url: str) -> Iterator[None]:
     """Around questions to a remote store."""
     try:
         yield
-    except ImportError as error:  # fsspec names the package of the protocol
-        raise ConfigError(f"cannot read the input {url}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read the input {url} ({error}); check the address and your access to it"
         ) from error
 
 
-def _fsspec() -> Any:
+def _storage(url: str) -> tuple[Any, str]:
     try:
-        import fsspec
-        import fsspec.core
-    except ImportError as error:
-        raise ConfigError(
-            f"reading from a URL needs fsspec: pip install 'blendserve[files]' ({error})"
-        ) from error
-    return fsspec
+        return filesystem(url)
+    except ConfigError as error:
+        raise ConfigError(f"cannot read the input: {error}") from error
 
 
 # -------- reading --------
@@ -253,9 +247,8 @@ def split_lines(
         ConfigError: the text is UTF-16 or UTF-32.
     """
     for number, line in enumerate(_cut(blocks, path, max_line_bytes), start=1):
-        content = (
-            line.strip() if isinstance(line, bytes) else line
-        )  # ASCII white space, the CR of a CRLF among it
+        # ASCII white space, the CR of a CRLF among it
+        content = line.strip() if isinstance(line, bytes) else line
         if content:
             yield SourceLine(number, content)
 
@@ -266,11 +259,12 @@ def _cut(blocks: Iterable[bytes], path: str, max_line_bytes: int) -> Iterator[by
     num_held = 0
     is_start = True
     for block in blocks:
+        content = block
         if is_start and block:
             is_start = False
             _refuse_encodings(path, block)
-            block = block.removeprefix(_UTF8_BOM)  # noqa: PLW2901
-        *ended, rest = block.split(b"\n")
+            content = block.removeprefix(_UTF8_BOM)
+        *ended, rest = content.split(b"\n")
         for piece in ended:
             if num_held or len(piece) > max_line_bytes:
                 held.append(piece)
@@ -314,7 +308,8 @@ def _opened(path: str) -> AbstractContextManager[BinaryIO]:
         with _asking(path):
             if is_http(path):
                 return open_http(path)
-            opened: AbstractContextManager[BinaryIO] = _fsspec().open(path, "rb")
+            storage, inner = _storage(path)
+            opened: AbstractContextManager[BinaryIO] = storage.open(inner, "rb")
         return opened
     return open(path, "rb")
 

@@ -417,7 +417,7 @@ class Telemetry:
             for request, result in step.results:
                 if isinstance(result, Completion):
                     self.finish_reasons[result.finish_reason] += 1
-                    new = request, len(result.token_ids), result.output_tokens_est
+                    new = request, result.num_output_tokens, result.output_tokens_est
                 else:
                     new = request, 0, 0
                 self._finished.append(new)

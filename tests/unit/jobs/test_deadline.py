@@ -7,6 +7,7 @@ from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.errors import ConfigError
 from blendserve.jobs.deadline import Deadline, parse_duration, seconds_left
 from blendserve.planner.plan import make_plan
+from blendserve.request import Completion, StepOutput, StepStats
 from blendserve.scheduling.policies import make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
 from tests.workload import COST_MODEL, request_table
@@ -44,6 +45,16 @@ def test_the_earlier_of_deadline_and_max_time():
     assert seconds_left(in_a_minute.isoformat(), None) == pytest.approx(60, abs=30)
     with pytest.raises(ConfigError, match="has passed"):
         seconds_left("2026-11-30T21:59", None, lambda: now)
+
+
+def test_answers_of_a_server_count_with_the_lengths_that_it_tells():
+    clock_s = 0.0
+    deadline = Deadline(100.0, lambda: clock_s)
+    deadline.add_step(StepOutput(StepStats(0.0, 0, 0, 0, 4, 0, 0.0), []))
+    clock_s = 10.0
+    answer = Completion([], "", "stop", body={"usage": {"completion_tokens": 40}})
+    deadline.add_step(StepOutput(StepStats(10.0, 0, 20, 0, 4, 0, 0.0), [(0, answer)]))
+    assert deadline.drain_s_est == 40 * (4 * 10.0) / 20
 
 
 class Run:

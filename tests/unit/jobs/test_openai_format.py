@@ -17,13 +17,13 @@ from blendserve.jobs.openai_format import (
     Row,
     failure_line,
     parse_line,
-    parse_lines,
     read_rows,
     success_line,
 )
 from blendserve.jobs.prepare import prepare
 from blendserve.jobs.sources import find_sources
 from blendserve.request import Completion, SamplingParams, TokenLogprob
+from tests.lines import parse_lines
 
 
 class ToyTokenizer:

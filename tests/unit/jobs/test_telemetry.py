@@ -133,6 +133,15 @@ def test_calibration_is_of_estimates_only():
     assert sum(telemetry.output_length.counts) == sum(telemetry.prompt_length.counts) == 3
 
 
+def test_answers_of_a_server_have_the_lengths_that_it_tells():
+    telemetry = Telemetry(a_plan(), JobProgress(8, 0))
+    answer = Completion([], "", "stop", num_prompt_tokens=3, body={"usage": {"completion_tokens": 12}})
+    advance(telemetry, step(results=[(0, answer)]), 1.0)
+    telemetry.finish()
+    assert telemetry.output_length.total == 12
+    assert sum(telemetry.output_length.counts) == 1
+
+
 def test_the_same_step_is_counted_once():
     telemetry = Telemetry(a_plan(), JobProgress(8, 0))
     advance(telemetry, step(results=[(0, completion(5))]), 1.0)
