@@ -185,21 +185,25 @@ def running(server: FakeOpenAI, port: int = 0) -> Iterator[FakeOpenAI]:
     ready = threading.Event()
 
     async def main() -> None:
-        tasks: set[asyncio.Task[None]] = set()
+        serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = loop.create_task(server.serve(reader, writer))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            serving[task] = writer
+            task.add_done_callback(serving.pop)
 
         listener = await asyncio.start_server(accept, "127.0.0.1", port, limit=1 << 24)
         server.port = listener.sockets[0].getsockname()[1]
         ready.set()
         await stop.wait()
+        for listening in listener.sockets:
+            loop.remove_reader(listening)  # what was accepted before must find the listener open, or it leaks
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task, writer in serving.items():
+                task.cancel()
+                writer.transport.abort()  # a task that has not begun closes nothing
+            await asyncio.wait(others)
         listener.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()

@@ -317,10 +317,10 @@ def test_requests_arrive_in_the_order_of_the_policy(open_server: OpenServer, con
 
 def test_concurrency_is_bounded_by_count_and_by_tokens(open_server: OpenServer) -> None:
     requests = a_job([f"{index}" for index in range(12)])
-    with running(FakeOpenAI(latency_s=0.02)) as server:
+    with running(FakeOpenAI(latency_s=0.25)) as server:
         run(open_server(server.base_url, max_concurrency=3), requests)
     assert server.max_in_flight == 3
-    with running(FakeOpenAI(latency_s=0.02)) as server:
+    with running(FakeOpenAI(latency_s=0.25)) as server:
         # Each has 2 + 1 + 4 tokens, two of them shared; a third more than 16 tokens are sent.
         run(open_server(server.base_url, max_concurrency=9, kv_capacity_tokens=16), requests)
     assert server.max_in_flight == 3
