@@ -14,16 +14,17 @@ import torch
 
 pytest.importorskip("triton", reason="needs blendserve[cuda]")
 
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from blendserve.engines.native import triton_kernels  # noqa: E402
-from blendserve.engines.native.attention import StepLayout  # noqa: E402
-from blendserve.engines.native.triton_backend import decode_work, prefill_work  # noqa: E402
-from tests.unit.native.test_attention import make_batch  # noqa: E402
+from blendserve.engines.native import triton_kernels
+from blendserve.engines.native.attention import StepLayout
+from blendserve.engines.native.triton_backend import decode_work, prefill_work
+from tests.unit.native.test_attention import make_batch
 
 INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """shared memory of a block, by compute capability"""
 REGISTERS_PER_SM = 65536
@@ -31,7 +32,7 @@ REGISTERS_PER_SM = 65536
 
 def test_in_the_interpreter() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INTERPRETED)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=INTERPRETED.parents[3],
         capture_output=True,
@@ -48,6 +49,7 @@ class Report(NamedTuple):
     registers: int
     """of a thread"""
     spilled_bytes: int
+    """of a thread, to its stack"""
     shared_bytes: int
     num_warps: int
     ptx: str
@@ -72,50 +74,40 @@ def compiled(
 ) -> Report:
     """Compile a call as Triton would at run time: for its types, with what is a multiple of 16 known to be one."""
     signature, constants, attributes = {}, {}, {}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | options
+    values = dict(zip(kernel.arg_names, args, strict=False)) | options | triton_kernels.COMPILE_OPTIONS
     for index, parameter in enumerate(kernel.params):
         value = values.pop(parameter.name)
-        is_pointer = isinstance(value, torch.Tensor)
         if parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
-        elif is_pointer:
+            continue
+        if isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{triton_name(value.dtype)}"
+            is_multiple = True
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        if is_pointer or (type(value) is int and value % 16 == 0 and not parameter.do_not_specialize):
+            is_multiple = type(value) is int and value % 16 == 0 and not parameter.do_not_specialize
+        if is_multiple:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=values)
-    ptx = folder / f"{kernel.__name__}.ptx"
-    ptx.write_text(binary.asm["ptx"])
-    architecture = re.search(r"\.target (sm_\w+)", binary.asm["ptx"])
-    assert architecture is not None
-    command = [ptxas(), "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(folder / "out.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    assert registers is not None
-    assert spills
-    return Report(
-        int(registers[1]),
-        sum(map(int, spills)),
-        binary.metadata.shared,
-        binary.metadata.num_warps,
-        binary.asm["ptx"],
-    )
+    cubin = folder / f"{kernel.__name__}.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    command = [str(CUOBJDUMP), "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
+    assert usage is not None, said
+    registers, stack, local = map(int, usage.groups())
+    metadata = binary.metadata
+    return Report(registers, stack + local, metadata.shared, metadata.num_warps, binary.asm["ptx"])
 
 
 def triton_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}[dtype]
 
 
-def ptxas() -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas")
-
-
 def launches(
-    heads: triton_kernels.Heads, monkeypatch: pytest.MonkeyPatch, *, tma: bool
+    heads: triton_kernels.Heads, monkeypatch: pytest.MonkeyPatch, capability: int, *, tma: bool
 ) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The calls of a step of a model of 4096 dimensions, on tensors that have no memory."""
 
@@ -136,7 +128,8 @@ def launches(
     if not tma:
         rope = empty(8192, heads.head_dim // 2, dtype=torch.float32)
         slots = empty(512, dtype=torch.int64)
-        triton_kernels.prefill(heads, qkv, pages, table, empty(9, 4, **int32), out)
+        rows = triton_kernels.PREFILL_ROWS_HOPPER if capability == 90 else triton_kernels.PREFILL_ROWS
+        triton_kernels.prefill(heads, qkv, pages, table, empty(9, 4, **int32), out, rows)
         triton_kernels.store(heads, qkv, rope, rope, empty(512, **int32), slots, pages)
         triton_kernels.add_rms_norm(empty(512, 4096), empty(512, 4096), empty(4096), 1e-5)
         triton_kernels.silu_mul(empty(512, 2 * 14336))
@@ -157,7 +150,7 @@ def test_compiled(
     """No spills, and room on an SM for as many blocks as are meant to be there."""
     heads = triton_kernels.Heads(*sizes, block_size=64)
     reports = {}
-    for kernel, args, options in launches(heads, monkeypatch, tma=tma):
+    for kernel, args, options in launches(heads, monkeypatch, capability, tma=tma):
         report = compiled(kernel, args, options, capability, tmp_path)
         print(f"{kernel.__name__} sm_{capability} {sizes} {report[:4]}")
         reports[kernel.__name__] = report

@@ -24,7 +24,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 def resolve_device(device: DeviceName) -> Literal["cpu", "cuda"]:
-    """Where the model runs; "auto" is an NVIDIA GPU where there is one, and Triton, which builds of torch for it bring."""
+    """Where the model runs; "auto" is an NVIDIA GPU where there are one and Triton, which torch for CUDA brings."""
     if device == "auto":
         has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
         return "cuda" if has_gpu and importlib.util.find_spec("triton") is not None else "cpu"

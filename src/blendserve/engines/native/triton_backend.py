@@ -44,9 +44,11 @@ class TritonAttention(PagedAttention):
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             self.num_programs = properties.multi_processor_count * kernels.DECODE_PROGRAMS_PER_SM
-            self.tma = properties.major >= 9
+            is_hopper = properties.major == 9
         else:
-            self.num_programs, self.tma = PROGRAMS_IN_THE_INTERPRETER, False
+            self.num_programs, is_hopper = PROGRAMS_IN_THE_INTERPRETER, False
+        self.tma = is_hopper
+        self._prefill_rows = kernels.PREFILL_ROWS_HOPPER if is_hopper else kernels.PREFILL_ROWS
 
     @staticmethod
     def covers(shape: KVShape) -> bool:
@@ -61,7 +63,8 @@ class TritonAttention(PagedAttention):
         part_tokens = self._part_tokens(int(layout.context_lens[is_decode].sum()))
         work, parts, tokens = decode_work(layout, part_tokens)
         num_work = np.array([len(work)], np.int32)
-        arrays = (work, num_work, parts, tokens, prefill_work(layout, self._heads.tokens_per_prefill_item))
+        chunks = prefill_work(layout, self._prefill_rows // self._heads.group)
+        arrays = (work, num_work, parts, tokens, chunks)
         where = (layout.block_tables, layout.positions, layout.kv_slots)
         on_device = upload((*arrays, *where), self.device)
         self._prefills, self._table, self._positions, self._kv_slots = on_device[4:]
@@ -77,7 +80,9 @@ class TritonAttention(PagedAttention):
         """See `PagedAttention.attend`."""
         out = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim)
         if len(self._prefills):
-            kernels.prefill(self._heads, qkv, self.pages[layer], self._table, self._prefills, out)
+            kernels.prefill(
+                self._heads, qkv, self.pages[layer], self._table, self._prefills, out, self._prefill_rows
+            )
         if self._decodes.num_parts:
             kernels.decode(
                 self._heads, qkv, self.pages[layer], self._decodes, out, self.num_programs, self.tma

@@ -22,12 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 DECODE_PROGRAMS_PER_SM = 2
-PREFILL_ROWS = 128
-"""(token, query head) pairs of a tile of prefill attention"""
+PREFILL_ROWS, PREFILL_ROWS_HOPPER = 64, 128
+"""(token, query head) pairs of a tile of prefill attention: what registers hold without the products of Hopper"""
 
 # The stages of a loop over pages include the load of the page's number, so two tiles of keys in flight need five.
 DECODE_STAGES = 5
 PREFILL_STAGES = 3
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+"""of every kernel; the default of this one differs between versions of Triton"""
 
 
 @triton.jit
@@ -312,7 +314,7 @@ def silu_mul_kernel(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # t
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run a kernel on the current stream; the one place through which all of them go."""
-    kernel[grid](*args, **options)
+    kernel[grid](*args, **options, **COMPILE_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,11 +340,6 @@ class Heads:
     def scale_log2(self) -> float:
         """Factor of the scores, for softmax in base 2."""
         return math.log2(math.e) * self.head_dim**-0.5
-
-    @property
-    def tokens_per_prefill_item(self) -> int:
-        """Most tokens of an item of prefill work."""
-        return PREFILL_ROWS // self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,8 +402,9 @@ def prefill(
     table: Tensor,  # [num_rows, max_blocks] int32
     work: Tensor,  # [num_items, 4] int32, see `paged_prefill`
     out: Tensor,  # as of `decode`; rows of the items' tokens are written
+    rows: int,
 ) -> None:
-    """Causal attention of the tokens of chunks."""
+    """Causal attention of the tokens of chunks, in tiles of so many (token, query head) pairs."""
     launch(
         paged_prefill,
         (len(work) * heads.num_kv_heads,),
@@ -416,7 +414,7 @@ def prefill(
         GROUP=heads.group,
         HEAD_DIM=heads.head_dim,
         BLOCK_SIZE=heads.block_size,
-        ROWS=PREFILL_ROWS,
+        ROWS=rows,
         STAGES=_stages(PREFILL_STAGES, pages),
         num_warps=8,
     )
