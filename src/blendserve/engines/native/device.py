@@ -55,7 +55,7 @@ class Download:
                 target.copy_(tensor, non_blocking=True)
                 for target, tensor in zip(pinned, tensors, strict=True)
             ]
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> list[Tensor]:

@@ -64,11 +64,14 @@ class TritonAttention(PagedAttention):
         work, parts, tokens = decode_work(layout, part_tokens)
         num_work = np.array([len(work)], np.int32)
         chunks = prefill_work(layout, self._prefill_rows // self._heads.group)
-        arrays = (work, num_work, parts, tokens, chunks)
+        lists = (work, num_work, parts, tokens, chunks)
         where = (layout.block_tables, layout.positions, layout.kv_slots)
-        on_device = upload((*arrays, *where), self.device)
+        on_device = upload((*lists, *where), self.device)
         self._prefills, self._table, self._positions, self._kv_slots = on_device[4:]
-        self._decodes = kernels.DecodeWork(self._table, *on_device[:4], num_parts=len(work))
+        work_on_device, num_work_on_device, parts_on_device, tokens_on_device = on_device[:4]
+        self._decodes = kernels.DecodeWork(
+            self._table, work_on_device, num_work_on_device, parts_on_device, tokens_on_device, len(work)
+        )
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `PagedAttention.store`."""

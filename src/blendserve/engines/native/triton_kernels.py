@@ -334,12 +334,13 @@ class Heads:
     @property
     def group_padded(self) -> int:
         """Rows of the smallest tile that holds a group: tensor cores take no fewer than 16."""
-        return max(16, triton.next_power_of_2(self.group))
+        padded: int = triton.next_power_of_2(self.group)
+        return max(16, padded)
 
     @property
     def scale_log2(self) -> float:
         """Factor of the scores, for softmax in base 2."""
-        return math.log2(math.e) * self.head_dim**-0.5
+        return math.log2(math.e) / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
