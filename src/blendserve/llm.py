@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from blendserve.engines import EngineConfig, EngineName, open_engine
+from blendserve.engines import NATIVE_ONLY, EngineConfig, EngineName, open_engine
 from blendserve.engines.supervised import DEFAULT_MAX_RESTARTS, SupervisedEngine
 from blendserve.errors import ConfigError, EngineError, FailedRequestsError, PromptError, RequestError
 from blendserve.jobs.job import Answer, GatheredResults
@@ -569,6 +569,8 @@ _MISSING = object()
 def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of an engine; every option is taken, refused, or said to do nothing."""
     known = {field.name for field in fields(EngineConfig)} - {"engine"}
+    if engine == "vllm":
+        known -= NATIVE_ONLY
     values: dict[str, Any] = {"engine": engine}
     engine_args: dict[str, Any] = {}
     for given, value in options.items():

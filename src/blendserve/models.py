@@ -128,10 +128,11 @@ def resolve_model(
     model: str | None = None,
     *,
     served_model_name: str | None = None,
+    with_weights: bool = True,
     cache_dir: Path | None = None,
     on_progress: Callable[[str], None] = lambda _line: None,
 ) -> ModelFiles:
-    """The files of the model that `model` names.
+    """The files of the model that `model` names; a folder may lack the weights unless it is to be `with_weights`.
 
     | `model` | taken from |
     | --- | --- |
@@ -170,7 +171,7 @@ def resolve_model(
         folder = _fetch_from_hub(model, on_progress)
 
     config = _read_config(folder)
-    if not any(folder.glob("*.safetensors")):
+    if with_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"model folder {str(folder)!r} has no *.safetensors; save the weights with save_pretrained(), "
             "or pass a .gguf file by its own path"

@@ -85,6 +85,7 @@ def open_vllm(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) ->
         "simulated",
         "native-c",
         "native-torch",
+        "late-c",
         "process-c",
         "openai",
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.filterwarnings("default")]),
@@ -129,6 +130,7 @@ def open_engine(
                 num_blocks=num_blocks,
                 block_size=block_size,
                 attention_backend=backend,
+                late_results=place == "late",
             )
             if place == "process":
                 sizes = (num_blocks, block_size)

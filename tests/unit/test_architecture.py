@@ -37,6 +37,7 @@ LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 
 ONLY_IN = {
     "torch": ("engines/native/", "models.py"),
+    "triton": ("engines/native/triton_",),
     "safetensors": ("engines/native/",),
     "transformers": ("tokenizer.py", "models.py"),
     "huggingface_hub": ("models.py",),
@@ -110,6 +111,7 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 def test_importing_loads_no_heavy_package(module: str) -> None:
     heavy = (
         "torch",
+        "triton",
         "transformers",
         "tokenizers",
         "safetensors",

@@ -15,9 +15,11 @@ from blendserve.engines import (
     DEFAULT_MAX_CONCURRENCY,
     DEFAULT_REQUEST_TIMEOUT_S,
     AttentionBackend,
+    Device,
     Dtype,
     EngineConfig,
     EngineName,
+    LoadFormat,
 )
 from blendserve.errors import ConfigError
 from blendserve.jobs.event_log import MAX_LINES_PER_EVENT
@@ -114,11 +116,27 @@ Hardware = Annotated[
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
+DeviceOption = Annotated[
+    Device,
+    typer.Option(
+        "--device",
+        help="Where --engine native runs the model; auto: an NVIDIA GPU where there is one.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    typer.Option(
+        "--load-format",
+        help="dummy: random weights, for measurements; --model then needs config.json and a tokenizer only.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
 DtypeOption = Annotated[
     Dtype,
     typer.Option(
         "--dtype",
-        help="Weights and KV cache; auto: bfloat16 where the CPU has it, else float32.",
+        help="Weights and KV cache; auto: bfloat16 on a GPU and where the CPU has it, else float32.",
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
@@ -158,7 +176,7 @@ Attention = Annotated[
     AttentionBackend,
     typer.Option(
         "--attention-backend",
-        help="c: compiled on first use with the system's compiler; auto: c where that works.",
+        help="c: compiled on first use with the system's compiler; auto: triton on a GPU, else c where that works.",
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
@@ -398,6 +416,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(
         engine=options["engine"],
         hardware=options["hardware"],
+        device=options["device"],
+        load_format=options["load_format"],
         dtype=options["dtype"],
         max_model_len=options["max_model_len"],
         block_size=options["block_size"],

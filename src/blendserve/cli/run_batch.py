@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from blendserve.cli.console import reported_errors
 from blendserve.cli.options import MODEL_PANEL, TELEMETRY_PANEL, Model
+from blendserve.engines import NATIVE_ONLY
 from blendserve.errors import ConfigError
 
 DEFAULT_METRICS_PORT = 8000
@@ -25,9 +26,9 @@ _ALREADY_SO = frozenset({"--disable-log-requests", "--disable-log-stats", "--no-
 """flags without a value that ask for what is so here anyway"""
 _INSTEAD = {
     "--gpu-memory-utilization": "--kv-cache-memory 4GiB says how much memory the KV cache has",
-    "--tensor-parallel-size": "the native engine runs on one machine's CPU",
-    "--pipeline-parallel-size": "the native engine runs on one machine's CPU",
-    "--data-parallel-size": "the native engine runs on one machine's CPU",
+    "--tensor-parallel-size": "the native engine runs on one device",
+    "--pipeline-parallel-size": "the native engine runs on one device",
+    "--data-parallel-size": "the native engine runs on one device",
     "--trust-remote-code": "the native engine runs no code of the model's",
     "--enforce-eager": "the native engine compiles nothing at run time that could be left out",
     "--scheduling-policy": "--policy decides the order, and fcfs is one",
@@ -123,6 +124,8 @@ def translated(arguments: list[str], run: TyperCommand) -> list[str]:
     """
     flags = {name for parameter in run.params for name in (*parameter.opts, *parameter.secondary_opts)}
     engine = _engine_of(arguments)
+    if engine == "vllm":
+        flags -= {f"--{name.replace('_', '-')}" for name in NATIVE_ONLY}
     found: list[str] = []
     for flag, values in _grouped(arguments):
         name = _RENAMED.get(flag, flag)

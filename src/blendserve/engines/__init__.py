@@ -22,12 +22,19 @@ if TYPE_CHECKING:
 
 EngineName = Literal["native", "vllm", "simulated", "openai"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-AttentionBackend = Literal["auto", "c", "torch"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+AttentionBackend = Literal["auto", "c", "torch", "triton"]
+CUDA_BLOCK_SIZE = 64
+"""tokens per KV block on a GPU: a tile of the attention kernels"""
 DEFAULT_HARDWARE = {
     "native": "cpu-2core-avx2",
+    "native-cuda": "h200-estimate",
     "simulated": "a100-80g-paper",
     "openai": "a100-80g-paper",
 }
+NATIVE_ONLY = frozenset({"device", "load_format"})
+"""settings that vLLM has by the same names, where they go to vLLM as all others do"""
 _OUTPUT_ENGINE_ARGS = frozenset(
     {
         "config_format",
@@ -48,7 +55,9 @@ DEFAULT_MAX_CONCURRENCY = 128
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 
-def _default_hardware(engine: EngineName) -> str:
+def _default_hardware(engine: EngineName, on_cuda: bool) -> str:
+    if on_cuda:
+        return DEFAULT_HARDWARE["native-cuda"]
     if engine == "vllm":
         has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
         return DEFAULT_HARDWARE["simulated" if has_gpu else "native"]
@@ -92,6 +101,10 @@ class EngineConfig:
     engine: EngineName = "native"
     hardware: str | None = None
     """profile that densities and step costs are taken from: a shipped name or a JSON file"""
+    device: Device = "cpu"
+    """where the native engine runs the model; auto: a GPU where there is one"""
+    load_format: LoadFormat = "auto"
+    """dummy: random weights on the native engine, for measurements without a checkpoint"""
     dtype: Dtype = "auto"
     max_model_len: int | None = None
     """most tokens of a request, prompt and output together; None: the model's own limit"""
@@ -134,18 +147,38 @@ class EngineConfig:
         """Those of `engine_args` that change what is generated."""
         return {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the native engine runs the model on a GPU."""
+        if self.engine != "native":
+            return False
+        from blendserve.engines.native import resolve_device
+
+        return resolve_device(self.device) == "cuda"
+
     def check(self) -> None:
         """Refuse options that this engine would ignore, and the lack of those it needs.
 
         Raises:
             ConfigError: see above.
         """
+        if self.engine != "native":
+            for name in sorted(NATIVE_ONLY):
+                if getattr(self, name) != getattr(EngineConfig(), name):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} {getattr(self, name)} is for --engine native and does nothing "
+                        f"with --engine {self.engine}; leave it out"
+                    )
         if self.forwards:
             if self.base_url is None:
                 raise ConfigError(
                     "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
                 )
             return
+        if self.on_cuda and importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                "--device cuda needs Triton: pip install 'blendserve[cuda]', or use --device cpu"
+            )
         if self.engine == "vllm":
             self._check_vllm()
         elif self.engine_args:
@@ -188,11 +221,12 @@ class EngineConfig:
         Raises:
             ConfigError: no such profile.
         """
-        spec = HardwareSpec.load(self.hardware or _default_hardware(self.engine))
+        on_cuda = self.on_cuda
+        spec = HardwareSpec.load(self.hardware or _default_hardware(self.engine, on_cuda))
         given = {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
-            "block_size": self.block_size,
+            "block_size": self.block_size or (CUDA_BLOCK_SIZE if on_cuda else None),
             "kv_cache_bytes": self.kv_cache_memory,
         }
         chosen = {name: value for name, value in given.items() if value is not None}
@@ -226,7 +260,7 @@ class EngineConfig:
             from blendserve.engines.native import dtype_bytes
 
             check_supported(files.config)
-            element_bytes = dtype_bytes(self.dtype)
+            element_bytes = dtype_bytes(self.dtype, self.device)
         elif self.engine == "vllm" and self.dtype == "float32":
             element_bytes = 4.0
         model = ModelSpec.from_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,9 @@ class StepResult:
     duration_s: float
     cost: StepCost | None = None
     """modelled cost, if the executor has worked it out"""
+    is_late: bool = False
+    """whether `finished` was seen a step late: those sequences ended before this batch, whose rows of them count for
+    nothing"""
 
 
 class Executor(Protocol):
@@ -58,6 +61,17 @@ class Executor(Protocol):
     def close(self) -> None:
         """Free memory."""
         ...
+
+
+def _without(batch: Batch, ended: NDArray[np.bool_]) -> Batch:
+    """The batch as if the rows of `ended` sequences had computed no tokens behind their ends."""
+    behind = ended & batch.samples & (batch.num_tokens == 1)
+    return replace(
+        batch,
+        samples=batch.samples & ~ended,
+        num_decode_tokens=batch.num_decode_tokens - int(behind.sum()),
+        kv_tokens_read=batch.kv_tokens_read - int((batch.num_computed[behind] + 1).sum()),
+    )
 
 
 def collected(executor: Executor, request: int) -> Result:
@@ -108,6 +122,8 @@ class BatchingEngine:
                 raise EngineDiedError(str(error), batch.requests.tolist()) from error
             except Exception as error:  # whatever a model, a kernel or an allocator raises
                 raise StepError(_described(error), batch.requests.tolist()) from error
+            if step.is_late:
+                batch = _without(batch, step.finished)
             done = scheduler.update(batch, step.finished, step.duration_s)
             results = []
             for request, num_cached_tokens, output_tokens_est in done:

@@ -127,6 +127,8 @@ class JobConfig:
         }
         if self.engine.forwards:
             parameters["base_url"] = self.engine.base_url
+        if self.engine.load_format != "auto":
+            parameters["load_format"] = self.engine.load_format
         if self.engine.engine == "vllm":
             parameters["engine_args"] = self.engine.output_engine_args
         if self.engine.engine == "simulated":
@@ -200,7 +202,12 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
     source = config.source
     if config.engine.forwards:
         return remote_model(source.model, served_model_name=source.served_model_name)
-    return resolve_model(source.model, served_model_name=source.served_model_name, on_progress=on_progress)
+    return resolve_model(
+        source.model,
+        served_model_name=source.served_model_name,
+        with_weights=config.engine.load_format != "dummy",
+        on_progress=on_progress,
+    )
 
 
 def open_tokenizer(files: ModelFiles) -> Tokenizer | ApproximateTokenizer:

@@ -34,6 +34,8 @@ def flags(line: str) -> str:
             "--engine vllm --engine-arg tensor_parallel_size=2 --engine-arg enforce_eager=true "
             "--engine-arg async_scheduling=false --max-num-seqs 8",
         ),
+        ("--load-format dummy --device cuda", "--load-format dummy --device cuda"),
+        ("--engine vllm --load-format safetensors", "--engine vllm --engine-arg load_format=safetensors"),
         ("--allowed-x a b --engine=vllm", "--engine-arg allowed_x=[a,b] --engine vllm"),
     ],
 )

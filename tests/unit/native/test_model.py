@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from blendserve.engines.native.attention import KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.model import LlamaModel, ModelConfig
 from blendserve.errors import ModelError
-from blendserve.models import ModelFiles
+from blendserve.models import ModelFiles, ModelSpec
 from blendserve.scheduling.batch import Batch
 
 KINDS = {
@@ -343,3 +343,24 @@ def test_weights_must_fit_the_config(checkpoints: dict[str, Path], tmp_path: Pat
             LlamaModel.load(folder, config, torch.float32)
     with pytest.raises(ModelError, match=r"no \.safetensors"):
         LlamaModel.load(tmp_path, ModelConfig.from_dict(raw), torch.float32)
+
+
+def test_random_weights_of_an_8b_model() -> None:
+    """Of any shape that a config gives; on the meta device, which has no memory."""
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    model = LlamaModel.dummy(ModelConfig.from_dict(raw), torch.bfloat16, torch.device("meta"))
+    weights = [model.embedding, model.norm.weight, model.head.weight]
+    for layer in model.layers:
+        weights += [layer.input_norm.weight, layer.mlp_norm.weight]
+        weights += [part.weight for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    assert sum(weight.numel() for weight in weights) == ModelSpec.from_config(raw, name="8b").params
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}

@@ -159,10 +159,10 @@ def test_special_tokens_match_stop_strings_only_where_they_are_text() -> None:
 def test_min_tokens_holds_off_every_kind_of_stop() -> None:
     params = SamplingParams(min_tokens=3, stop=("STOP",), stop_token_ids=(5,))
     output = RequestOutput(params, 100, FakeTokenizer())
-    assert set(output.suppressed) == {EOS, OTHER_EOS, 5}
+    assert set(output.suppressed(len(output.token_ids))) == {EOS, OTHER_EOS, 5}
     # A stop string within the first min_tokens tokens does not count, as in vLLM.
     assert [output.append(token_id) for token_id in (8, 5, 8)] == [False, False, False]
-    assert output.suppressed == ()
+    assert output.suppressed(len(output.token_ids)) == ()
     assert [output.append(token_id) for token_id in (9, 8)] == [False, True]
     assert ending(output.completion(3)) == ([8, 5, 8, 9, 8], "STOP!STOPa", "stop", "STOP")
 

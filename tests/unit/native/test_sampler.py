@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blendserve.engines.native import sampler
-from blendserve.engines.native.sampler import SamplingRow, sample, uniforms
+from blendserve.engines.native.sampler import SamplingRow, choose, sample, uniforms
 from blendserve.request import SamplingParams
 
 VOCAB = 1000
@@ -190,3 +190,21 @@ def test_broken_logits_are_reported_and_harm_no_other_row(params: SamplingParams
 def test_a_row_without_any_finite_logit_is_broken() -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     assert sample(logits, [SamplingRow(SamplingParams(), 0, 0)]).is_valid == [False]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [SamplingParams(temperature=0.0)],
+        [SamplingParams()],
+        [SamplingParams(top_k=300, top_p=0.9, min_p=0.01)],
+        [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(), SamplingParams(top_k=5, logprobs=0)],
+    ],
+    ids=["greedy", "plain", "filtered", "mixed"],
+)
+def test_choosing_does_not_wait_for_the_device(params: list[SamplingParams]) -> None:
+    """A meta tensor has no values: whatever needs one on the host fails."""
+    logits = torch.empty(6, VOCAB, device="meta")
+    rows = [SamplingRow(params[i % len(params)], i, 0, suppressed=(3,) if i % 2 else ()) for i in range(6)]
+    chosen = choose(logits, rows)
+    assert (chosen.token_ids.device.type, chosen.token_ids.shape) == ("meta", (6,))

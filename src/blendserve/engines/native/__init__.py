@@ -6,6 +6,7 @@ Importing this package does not import torch: planning needs to know the engine'
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,19 +17,30 @@ if TYPE_CHECKING:
     from blendserve.engines.native.executor import TorchExecutor
     from blendserve.engines.native.output import Detokenizer
 
-__all__ = ["dtype_bytes", "open_executor", "resolve_dtype"]
+__all__ = ["dtype_bytes", "open_executor", "resolve_device", "resolve_dtype"]
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
-def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
-    """The dtype of weights, KV cache and computation; "auto" is bfloat16 where the CPU multiplies it natively."""
+def resolve_device(device: DeviceName) -> Literal["cpu", "cuda"]:
+    """Where the model runs; "auto" is an NVIDIA GPU where there are one and Triton, which torch for CUDA brings."""
+    if device == "auto":
+        has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+        return "cuda" if has_gpu and importlib.util.find_spec("triton") is not None else "cpu"
+    return device
+
+
+def resolve_dtype(dtype: DtypeName, device: DeviceName = "cpu") -> Literal["float32", "bfloat16"]:
+    """The dtype of weights, KV cache and computation; "auto" is bfloat16 on a GPU and on CPUs that multiply it."""
     if dtype == "auto":
-        return "bfloat16" if _cpu_has_bf16() else "float32"
+        return "bfloat16" if resolve_device(device) == "cuda" or _cpu_has_bf16() else "float32"
     return dtype
 
 
-def dtype_bytes(dtype: Literal["auto", "float32", "bfloat16"]) -> float:
+def dtype_bytes(dtype: DtypeName, device: DeviceName = "cpu") -> float:
     """Bytes of one weight or one KV element."""
-    return 2.0 if resolve_dtype(dtype) == "bfloat16" else 4.0
+    return 2.0 if resolve_dtype(dtype, device) == "bfloat16" else 4.0
 
 
 def open_executor(
@@ -52,7 +64,9 @@ def open_executor(
         folder,
         tokenizer,
         cost_model=cost_model,
-        dtype=resolve_dtype(config.dtype),
+        device=resolve_device(config.device),
+        dtype=resolve_dtype(config.dtype, config.device),
+        load_format=config.load_format,
         kv_cache_memory=config.kv_cache_memory,
         block_size=cost_model.hardware.block_size,
         max_model_len=max_model_len,

@@ -1,5 +1,7 @@
 """Paged attention: the KV cache, its layout, and the two ways to attend over it on a CPU.
 
+The way on a GPU is in `triton_backend.py`.
+
 A backend owns the pages. The model hands it the fused projections of a layer; the backend rotates queries and keys,
 writes all new keys and values, and only then attends, so that rows of one step may share blocks which an earlier row
 of the same step fills.
@@ -22,7 +24,7 @@ from blendserve.engines.native import kernels
 from blendserve.errors import EngineError
 from blendserve.scheduling.batch import Batch
 
-Backend = Literal["auto", "torch", "c"]
+Backend = Literal["auto", "torch", "c", "triton"]
 
 ROWS_PER_ITEM = 48
 """(token, query head) pairs of a work item of the C kernel: enough to reuse a tile of KV, few enough for the cache"""
@@ -122,9 +124,21 @@ class PagedAttention(ABC):
 
 
 def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend = "auto") -> PagedAttention:
-    """The C kernels where they can be built and cover the shape, else torch; a backend asked for by name is certain."""
+    """The C kernels where they can be built and cover the shape, else torch; a backend asked for by name is certain.
+
+    The cache is where `rope` is: on a CPU, or for triton on a GPU.
+    """
     if backend == "torch":
         return TorchAttention(shape, rope)
+    if backend == "triton":
+        from blendserve.engines.native.triton_backend import TritonAttention
+
+        if not TritonAttention.covers(shape):
+            raise EngineError(
+                "the Triton attention kernels need a head size and a block size that are powers of two from 16 to "
+                f"256, not {shape.head_dim} and {shape.block_size}; use --block-size 64, or --device cpu"
+            )
+        return TritonAttention(shape, rope)
     library = kernels.load_kernels(shape.dtype) if KernelAttention.covers(shape) else None
     if library is not None:
         return KernelAttention(shape, rope, library)

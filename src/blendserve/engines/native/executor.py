@@ -1,9 +1,20 @@
-"""Runs the batches of the scheduler on a model held by torch."""
+"""Runs the batches of the scheduler on a model held by torch.
+
+On a CPU a step is computed and its tokens are taken before `execute` returns. On a GPU the host is a step ahead:
+
+```
+host    build 1 | launch 1 | build 2 | launch 2 | take 1 | build 3 | launch 3 | take 2 ...
+device                     | --------- step 1 --------- | --------- step 2 --------- | ...
+```
+
+A step that decodes reads its tokens where the step before left them, on the device. That a sequence has ended is seen
+one step late: its row in that step computes a token which nobody wants, or nothing at all where the length was known.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,37 +25,55 @@ from numpy.typing import NDArray
 from blendserve.cost_model import CostModel
 from blendserve.engines.batching import StepResult
 from blendserve.engines.native.attention import Backend, KVShape, PagedAttention, StepLayout, make_attention
-from blendserve.engines.native.model import LlamaModel, ModelConfig
+from blendserve.engines.native.device import upload
+from blendserve.engines.native.model import LayerOps, LlamaModel, ModelConfig, TorchOps
 from blendserve.engines.native.output import Detokenizer, RequestOutput
-from blendserve.engines.native.sampler import SamplingRow, sample
-from blendserve.errors import ConfigError, EngineError
+from blendserve.engines.native.sampler import Choice, SamplingRow, choose
+from blendserve.errors import ConfigError, EngineDiedError, EngineError
 from blendserve.request import Failure, RequestTable, Result
 from blendserve.scheduling.batch import Batch
 
 DEFAULT_KV_BYTES = 4 << 30
 DEFAULT_KV_RATIO = 0.4
 """share of the memory available at start that the KV cache may grow to, unless told"""
+CUDA_KV_RATIO = 0.9
+"""share of the GPU's memory left by the weights that the KV cache takes, unless told"""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that was launched; its tokens may not have arrived."""
+
+    rows: dict[int, int]
+    """request to its place among the sampled tokens"""
+    token_ids: torch.Tensor
+    """[num_sampled] int64, on the device"""
+    choices: list[Choice]
+    """of consecutive rows"""
 
 
 class TorchExecutor:
-    """A Llama-type model on the CPU; implements `engines.batching.Executor`.
+    """A Llama-type model on a CPU or a GPU; implements `engines.batching.Executor`.
 
     Args:
         folder: checkpoint.
         tokenizer: None where token ids are enough: text is empty then, and nothing stops at the end of sequence.
         cost_model: of this model on this machine.
+        device: "cuda" is the current GPU.
         dtype: of weights, KV cache and computation.
-        kv_cache_memory: bytes for the KV cache; None for `DEFAULT_KV_RATIO` of the memory available, at most
-            `DEFAULT_KV_BYTES`. The memory is taken as it is first used.
+        load_format: "dummy" for random weights, of which `folder` need hold the config alone.
+        kv_cache_memory: bytes for the KV cache; None on a CPU for `DEFAULT_KV_RATIO` of the memory available, at most
+            `DEFAULT_KV_BYTES`, taken as it is first used; on a GPU for `CUDA_KV_RATIO` of what the weights leave.
         num_blocks: blocks of the KV cache; None for as many as `kv_cache_memory` holds.
         block_size: tokens per block.
         max_model_len: longest sequence; None for what the model allows.
         num_threads: None for torch's choice.
-        attention_backend: "auto" for the C kernels where they can be had.
+        attention_backend: "auto" for Triton on a GPU, and on a CPU for the C kernels where they can be had.
+        late_results: whether tokens are taken while the next step runs, see above; None: on a GPU.
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
-        ConfigError: the KV cache cannot hold a single block.
+        ConfigError: there is no such device, or the KV cache cannot hold a single block.
     """
 
     name = "native"
@@ -56,21 +85,31 @@ class TorchExecutor:
         tokenizer: Detokenizer | None,
         *,
         cost_model: CostModel,
+        device: Literal["cpu", "cuda"] = "cpu",
         dtype: Literal["float32", "bfloat16"] = "float32",
+        load_format: Literal["auto", "dummy"] = "auto",
         kv_cache_memory: int | None = None,
         num_blocks: int | None = None,
         block_size: int = 32,
         max_model_len: int | None = None,
         num_threads: int | None = None,
         attention_backend: Backend = "auto",
+        late_results: bool | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.cost_model = cost_model
         self.block_size = block_size
         self._tokenizer = tokenizer
+        self._device = _open_device(device)
+        self._is_late = device == "cuda" if late_results is None else late_results
+        backend = _resolve_backend(attention_backend, device)
         config = ModelConfig.from_folder(folder, max_model_len)
-        model = LlamaModel.load(folder, config, getattr(torch, dtype))
+        ops = _layer_ops(backend)
+        if load_format == "dummy":
+            model = LlamaModel.dummy(config, getattr(torch, dtype), self._device, ops)
+        else:
+            model = LlamaModel.load(folder, config, getattr(torch, dtype), self._device, ops)
         shape = KVShape(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
@@ -80,7 +119,7 @@ class TorchExecutor:
             block_size=block_size,
             dtype=model.dtype,
         )
-        memory = _default_kv_memory() if kv_cache_memory is None else kv_cache_memory
+        memory = _default_kv_memory(self._device) if kv_cache_memory is None else kv_cache_memory
         self.num_blocks = memory // shape.bytes_per_block if num_blocks is None else num_blocks
         if self.num_blocks < 1:
             raise ConfigError(
@@ -88,44 +127,41 @@ class TorchExecutor:
                 f"{shape.bytes_per_block}; raise --kv-cache-memory"
             )
         self.max_model_len = min(config.max_model_len, self.num_blocks * block_size)
-        attention = make_attention(
-            replace(shape, num_blocks=self.num_blocks), config.rope_table(), attention_backend
-        )
+        cosine, sine = (table.to(self._device) for table in config.rope_table())
+        attention = make_attention(replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend)
         self._loaded: tuple[LlamaModel, PagedAttention] | None = (model, attention)
         self._requests: RequestTable | None = None
         self._outputs: dict[int, RequestOutput] = {}
         self._failures: dict[int, Failure] = {}
+        self._complete: set[int] = set()  # and not collected yet
+        self._in_flight: _Step | None = None
 
     def start(self, requests: RequestTable) -> None:
         """See `Executor.start`."""
         self._requests = requests
-        self._outputs.clear()
-        self._failures.clear()
+        self._forget()
 
     def execute(self, batch: Batch) -> StepResult:
         """See `Executor.execute`."""
         started = time.perf_counter()
         if self._loaded is None or self._requests is None:
             raise EngineError("the native engine was closed or never started")
-        model, attention = self._loaded
-        layout = StepLayout.from_batch(batch, self.block_size)
-        token_ids = self._token_ids(batch, layout.query_starts)
-        rows = np.flatnonzero(batch.samples)
-        selected = layout.query_starts[rows + 1].astype(np.int64) - 1
-        hidden = model.hidden_states(
-            torch.from_numpy(token_ids), layout, attention, torch.from_numpy(selected)
-        )
-        finished = np.zeros(len(batch.requests), dtype=np.bool_)
-        done = 0
-        for logits in model.logits(hidden):
-            chunk = rows[done : done + len(logits)]
-            done += len(logits)
-            finished[chunk] = self._append(batch.requests[chunk], logits)
-        return StepResult(finished, time.perf_counter() - started)
+        try:
+            launched = self._launch(batch)
+            arrived = self._in_flight if self._is_late else launched
+            self._in_flight = launched if self._is_late else None
+            if arrived is not None:
+                self._take(arrived)
+        except torch.AcceleratorError as error:
+            # What a kernel did wrong shows at any later call, and the process can use the GPU no more.
+            raise EngineDiedError(f"the GPU failed: {error}") from error
+        finished = np.array([request in self._complete for request in batch.requests.tolist()], np.bool_)
+        return StepResult(finished, time.perf_counter() - started, is_late=self._is_late)
 
     def collect(self, request: int) -> Result:
         """See `Executor.collect`."""
         assert self._requests is not None
+        self._complete.discard(request)
         output = self._outputs.pop(request)
         if failure := self._failures.pop(request, None):
             return failure
@@ -134,17 +170,106 @@ class TorchExecutor:
     def close(self) -> None:
         """See `Executor.close`."""
         self._loaded = None
-        self._outputs.clear()
+        self._forget()
 
-    def _token_ids(self, batch: Batch, query_starts: NDArray[np.int32]) -> NDArray[np.int64]:
-        """[num_tokens] ids of the tokens that the batch computes."""
+    def _forget(self) -> None:
+        self._outputs.clear()
+        self._failures.clear()
+        self._complete.clear()
+        self._in_flight = None
+
+    def _launch(self, batch: Batch) -> _Step | None:
+        """Start to compute a batch and to choose its tokens; None if it leaves nothing to do."""
+        assert self._loaded is not None
+        model, attention = self._loaded
+        batch = self._without_surplus(batch)
+        if not len(batch.requests):
+            return None
+        layout = StepLayout.from_batch(batch, self.block_size)
+        token_ids, places, sources = self._token_ids(batch, layout.query_starts)
+        rows = np.flatnonzero(batch.samples)
+        selected = layout.query_starts[rows + 1].astype(np.int64) - 1
+        arrays = (token_ids, selected, np.array(places, np.int64), np.array(sources, np.int64))
+        ids, wanted, ids_in_flight, their_source = upload(arrays, self._device)
+        if places:
+            assert self._in_flight is not None
+            ids[ids_in_flight] = self._in_flight.token_ids[their_source]
+        hidden = model.hidden_states(ids, layout, attention, wanted)
+        requests = batch.requests[rows].tolist()
+        sampling_rows = [self._sampling_row(request) for request in requests]
+        choices: list[Choice] = []
+        done = 0
+        for logits in model.logits(hidden):
+            choices.append(choose(logits, sampling_rows[done : done + len(logits)]))
+            choices[-1].download()
+            done += len(logits)
+        if not choices:
+            return None
+        chosen = torch.cat([choice.token_ids for choice in choices])
+        return _Step({request: place for place, request in enumerate(requests)}, chosen, choices)
+
+    def _take(self, step: _Step) -> None:
+        """Wait for the tokens of a step and append them to their requests."""
+        requests = iter(step.rows)
+        for choice in step.choices:
+            for token_id, logprob, is_valid in zip(*choice.sampled(), strict=True):
+                request = next(requests)
+                output = self._outputs.get(request)
+                if output is None or request in self._complete:
+                    continue  # it ended with the token before
+                if not is_valid:
+                    self._failures[request] = Failure(
+                        "internal_error",
+                        f"the model's output is not finite after {len(output.token_ids)} tokens; "
+                        "the weights or the dtype are unsuitable for this prompt",
+                    )
+                    self._complete.add(request)
+                elif output.append(token_id, logprob):
+                    self._complete.add(request)
+
+    def _without_surplus(self, batch: Batch) -> Batch:
+        """The batch without rows of which nobody needs anything: their requests have all tokens, here or on the way.
+
+        Rows of a prompt are run whoever asks: other requests may count on the blocks they fill.
+        """
         assert self._requests is not None
-        token_ids = np.empty(query_starts[-1], dtype=np.int64)
-        columns = (batch.requests, batch.num_computed, batch.num_tokens, query_starts)
-        for request, first, count, start in zip(*(column.tolist() for column in columns), strict=False):
+        has_all = np.zeros(len(batch.requests), np.bool_)
+        for row, request in enumerate(batch.requests.tolist()):
             output = self._outputs.get(request)
             if output is None:
-                output = self._outputs[request] = self._new_output(request)
+                self._outputs[request] = self._new_output(request)
+            else:
+                has_all[row] = request in self._complete or self._num_launched(request) >= output.max_tokens
+        if not has_all.any():
+            return batch
+        keep = ~has_all | (batch.num_computed < self._requests.prompt_tokens[batch.requests])
+        return replace(
+            batch,
+            slots=batch.slots[keep],
+            requests=batch.requests[keep],
+            num_computed=batch.num_computed[keep],
+            num_tokens=batch.num_tokens[keep],
+            samples=(batch.samples & ~has_all)[keep],
+        )
+
+    def _num_launched(self, request: int) -> int:
+        """Tokens generated for a request, the one on its way included."""
+        is_in_flight = self._in_flight is not None and request in self._in_flight.rows
+        return len(self._outputs[request].token_ids) + is_in_flight
+
+    def _token_ids(
+        self, batch: Batch, query_starts: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], list[int], list[int]]:
+        """[num_tokens] ids of the tokens that the batch computes, but for those on their way.
+
+        Of these, the places in the batch and the places among the tokens of the step in flight.
+        """
+        assert self._requests is not None
+        token_ids = np.zeros(query_starts[-1], dtype=np.int64)
+        places: list[int] = []
+        sources: list[int] = []
+        columns = (batch.requests, batch.num_computed, batch.num_tokens, query_starts)
+        for request, first, count, start in zip(*(column.tolist() for column in columns), strict=False):
             num_prompt_tokens = int(self._requests.prompt_tokens[request])
             from_prompt = min(max(num_prompt_tokens - first, 0), count)
             if from_prompt:
@@ -152,10 +277,14 @@ class TorchExecutor:
                 token_ids[start : start + from_prompt] = prompt[first : first + from_prompt]
             if count > from_prompt:
                 generated = first + from_prompt - num_prompt_tokens
-                token_ids[start + from_prompt : start + count] = output.token_ids[
-                    generated : generated + count - from_prompt
-                ]
-        return token_ids
+                known = self._outputs[request].token_ids[generated : generated + count - from_prompt]
+                end = start + from_prompt + len(known)
+                token_ids[start + from_prompt : end] = known
+                if end < start + count:
+                    assert self._in_flight is not None
+                    places.append(end)
+                    sources.append(self._in_flight.rows[request])
+        return token_ids, places, sources
 
     def _new_output(self, request: int) -> RequestOutput:
         assert self._requests is not None
@@ -163,35 +292,55 @@ class TorchExecutor:
         max_tokens = min(int(self._requests.max_tokens[request]), room)
         return RequestOutput(self._requests.sampling_params(request), max_tokens, self._tokenizer)
 
-    def _append(
-        self,
-        requests: NDArray[np.int32],
-        logits: torch.Tensor,  # [num_rows, vocab_size] fp32
-    ) -> list[bool]:
-        """Sample a token for each request; which of them are complete with it."""
-        numbers = requests.tolist()
-        outputs = [self._outputs[request] for request in numbers]
-        sampled = sample(logits, [self._sampling_row(*pair) for pair in zip(numbers, outputs, strict=True)])
-        finished = []
-        for request, output, token_id, logprob, is_valid in zip(numbers, outputs, *sampled, strict=True):
-            if is_valid:
-                finished.append(output.append(token_id, logprob))
-            else:
-                self._failures[request] = Failure(
-                    "internal_error",
-                    f"the model's output is not finite after {len(output.token_ids)} tokens; "
-                    "the weights or the dtype are unsuitable for this prompt",
-                )
-                finished.append(True)
-        return finished
-
-    def _sampling_row(self, request: int, output: RequestOutput) -> SamplingRow:
+    def _sampling_row(self, request: int) -> SamplingRow:
         assert self._requests is not None
+        output, num_tokens = self._outputs[request], self._num_launched(request)
         seed = int(self._requests.seeds[request])
-        return SamplingRow(output.params, seed, len(output.token_ids), output.suppressed)
+        return SamplingRow(output.params, seed, num_tokens, output.suppressed(num_tokens))
 
 
-def _default_kv_memory() -> int:
+def _open_device(name: Literal["cpu", "cuda"]) -> torch.device:
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--device cuda: torch finds no GPU; install a build of torch for CUDA, or use --device cpu"
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _resolve_backend(backend: Backend, device: Literal["cpu", "cuda"]) -> Backend:
+    """The attention backend; Triton runs on GPUs alone, but for its interpreter, and the others on CPUs.
+
+    Raises:
+        ConfigError: a backend asked for by name that this device or this installation does not have.
+    """
+    if device == "cuda" and backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {backend} runs on CPUs; leave it out with --device cuda")
+    if backend != "triton" and device == "cpu":
+        return backend
+    try:
+        from blendserve.engines.native.triton_backend import is_interpreted
+    except ImportError as error:
+        raise ConfigError(f"Triton cannot be loaded: pip install 'blendserve[cuda]' ({error})") from error
+    if device == "cpu" and not is_interpreted():
+        raise ConfigError("--attention-backend triton needs a GPU; leave it out, or add --device cuda")
+    return "triton"
+
+
+def _layer_ops(backend: Backend) -> LayerOps:
+    if backend == "triton":
+        from blendserve.engines.native.triton_backend import TritonOps
+
+        return TritonOps()
+    return TorchOps()
+
+
+def _default_kv_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(CUDA_KV_RATIO * free_bytes)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,11 @@ from blendserve.engines.native.attention import PagedAttention, StepLayout
 from blendserve.errors import ModelError
 from blendserve.models import SUPPORTED_ARCHITECTURES, check_supported
 
-LOGITS_BYTES = 64 << 20
-"""fp32 logits held at a time: the head runs over this much and no more"""
+CPU = torch.device("cpu")
+LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""fp32 logits held at a time, by kind of device: the head runs over this much and no more"""
+DUMMY_WEIGHT_SCALE = 0.02
+"""standard deviation of random weights"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class Linear:
-    """`x @ weight.T + bias`, with the weight packed for oneDNN where this torch offers that.
+    """`x @ weight.T + bias`, on a CPU with the weight packed for oneDNN where this torch offers that.
 
     Packing is worth 1.2 to 3 times on the few rows of a decode step and a little on many.
     """
@@ -199,7 +202,7 @@ class Linear:
     ) -> None:
         self.bias = bias
         self.weight, self.is_packed = weight, False
-        if weight.dtype == torch.bfloat16 and not _has_fast_bf16():
+        if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not _has_fast_bf16()):
             return
         try:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.PACKED_FOR_ROWS)
@@ -246,6 +249,39 @@ class RMSNorm:
         return self.weight * wide.to(x.dtype)
 
 
+class LayerOps(Protocol):
+    """What a layer does between its products and its attention."""
+
+    def add_rms_norm(
+        self,
+        residual: Tensor,  # [num_rows, size]
+        delta: Tensor | None,  # like residual
+        norm: RMSNorm,
+    ) -> Tensor:  # like residual
+        """Add `delta` to `residual` in place, and normalise the sum."""
+        ...
+
+    def silu_mul(
+        self,
+        gate_up: Tensor,  # [num_rows, 2 * size]
+    ) -> Tensor:  # [num_rows, size]
+        """SiLU of the first half of every row, times the second."""
+        ...
+
+
+class TorchOps:
+    """`LayerOps` by torch, on any device."""
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+        """See `LayerOps.add_rms_norm`."""
+        return norm(residual if delta is None else residual.add_(delta))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps.silu_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one decoder layer."""
@@ -270,30 +306,53 @@ class LlamaModel:
         layers: list[Layer],
         norm: RMSNorm,
         head: Linear,
+        ops: LayerOps,
     ) -> None:
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.head = head
+        self.ops = ops
         self.dtype = embedding.dtype
-        self.rows_per_chunk = max(1, LOGITS_BYTES // (4 * config.vocab_size))
+        logits_bytes = LOGITS_BYTES.get(embedding.device.type, LOGITS_BYTES["cpu"])
+        self.rows_per_chunk = max(1, logits_bytes // (4 * config.vocab_size))
 
     @classmethod
-    def load(cls, folder: Path, config: ModelConfig, dtype: torch.dtype) -> LlamaModel:
+    def load(
+        cls,
+        folder: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        ops: LayerOps | None = None,
+    ) -> LlamaModel:
         """Read the safetensors files of a checkpoint.
 
         Raises:
             ModelError: weights are missing, of the wrong shape, or more than this model has.
         """
         with ExitStack() as stack:
-            weights = _Weights(folder, dtype, stack)
-            model = cls._from_weights(config, weights)
+            weights = _Weights(folder, dtype, device, stack)
+            model = cls._from_weights(config, weights, ops or TorchOps())
             weights.check_all_used()
         return model
 
     @classmethod
-    def _from_weights(cls, config: ModelConfig, weights: _Weights) -> LlamaModel:
+    def dummy(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        ops: LayerOps | None = None,
+    ) -> LlamaModel:
+        """The same with random weights, made on the device: as fast as a trained model, and what it says is noise."""
+        return cls._from_weights(config, _DummyWeights(dtype, device), ops or TorchOps())
+
+    @classmethod
+    def _from_weights(
+        cls, config: ModelConfig, weights: _Weights | _DummyWeights, ops: LayerOps
+    ) -> LlamaModel:
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
 
         def linear(prefix: str, sizes: dict[str, int], num_inputs: int, bias: bool) -> Linear:
@@ -328,7 +387,7 @@ class LlamaModel:
             head = Linear(embedding)
         else:
             head = Linear(weights.take("lm_head.weight", config.vocab_size, hidden))
-        return cls(config, embedding, layers, final_norm, head)
+        return cls(config, embedding, layers, final_norm, head, ops)
 
     @torch.inference_mode()
     def hidden_states(
@@ -340,9 +399,9 @@ class LlamaModel:
     ) -> Tensor:  # [num_selected, hidden_size]
         """Compute one step: writes the KV of all its tokens, returns the final hidden states of the selected ones."""
         attention.begin(layout)
-        residual = self.embedding[token_ids]
+        residual, delta = self.embedding[token_ids], None
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(residual))
+            qkv = layer.qkv(self.ops.add_rms_norm(residual, delta, layer.input_norm))
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._normalise_heads(qkv, layer.query_norm, layer.key_norm)
             attention.store(i, qkv)
@@ -352,10 +411,9 @@ class LlamaModel:
             if i == len(self.layers) - 1:
                 # Nothing reads the other rows any more.
                 attended, residual = attended[selected], residual[selected]
-            residual = residual + layer.output(attended)
-            gate, up = layer.gate_up(layer.mlp_norm(residual)).chunk(2, dim=-1)
-            residual = residual + layer.down(F.silu(gate) * up)
-        return self.norm(residual)
+            hidden = self.ops.add_rms_norm(residual, layer.output(attended), layer.mlp_norm)
+            delta = layer.down(self.ops.silu_mul(layer.gate_up(hidden)))
+        return self.ops.add_rms_norm(residual, delta, self.norm)
 
     @torch.inference_mode()
     def logits(
@@ -387,7 +445,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 class _Weights:
     """The tensors of a checkpoint by name, each to be taken once."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
         index = folder / "model.safetensors.index.json"
         if index.exists():
             paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -399,7 +457,7 @@ class _Weights:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         except Exception as error:  # safetensors has its own exception for broken files
             raise ModelError(f"cannot read the weights in {folder}: {error}") from error
-        self._folder, self._dtype = folder, dtype
+        self._folder, self._dtype, self._device = folder, dtype, device
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
 
     def take(self, name: str, *sizes: int) -> Tensor:
@@ -411,7 +469,7 @@ class _Weights:
             raise ModelError(
                 f"{name} in {self._folder} has shape {tuple(tensor.shape)}, config.json implies {sizes}"
             )
-        return tensor.to(self._dtype)
+        return tensor.to(self._device, self._dtype)
 
     def ignore(self, name: str) -> None:
         """Do without a tensor that may be there."""
@@ -424,3 +482,22 @@ class _Weights:
             raise ModelError(
                 f"the weights in {self._folder} hold tensors of an unknown purpose: {', '.join(left[:5])}"
             )
+
+
+class _DummyWeights:
+    """Tensors of any name: random ones, but neutral norms and biases, so that any depth of layers stays in range."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+
+    def take(self, name: str, *sizes: int) -> Tensor:
+        """A tensor of the given sizes."""
+        if len(sizes) == 1:
+            value = 0.0 if name.endswith(".bias") else 1.0
+            return torch.full(sizes, value, dtype=self._dtype, device=self._device)
+        empty = torch.empty(sizes, dtype=self._dtype, device=self._device)
+        return empty.normal_(0.0, DUMMY_WEIGHT_SCALE, generator=self._generator)
+
+    def ignore(self, name: str) -> None:
+        """See `_Weights.ignore`; there is none."""

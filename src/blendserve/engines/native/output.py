@@ -49,10 +49,9 @@ class RequestOutput:
         self._text = ""
         self._checked = 0  # characters of _text in which a stop string may no longer end
 
-    @property
-    def suppressed(self) -> tuple[int, ...]:
-        """Tokens that would end the request although it still owes some of its `min_tokens`."""
-        if len(self.token_ids) >= self.params.min_tokens:
+    def suppressed(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens that would end the request after `num_tokens` although it still owes some of its `min_tokens`."""
+        if num_tokens >= self.params.min_tokens:
             return ()
         return (*self._eos_token_ids, *self.params.stop_token_ids)
 

@@ -3,6 +3,9 @@
 Every draw uses one uniform number that depends on the request's seed and the token's place alone, turned into a token
 by inverting the cumulative distribution. What a request gets is therefore independent of what it is batched with, up to
 the low bits of the logits.
+
+Tokens are chosen on the device that holds the logits. The host waits for it in one case only: rows with `top_p` or
+`min_p` and no `top_k`, of which only the logits tell how many tokens their filter keeps.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blendserve.engines.native.device import Download, upload
 from blendserve.request import SamplingParams, TokenLogprob
 
 GREEDY_BELOW = 1e-5
@@ -48,24 +52,67 @@ class Sampled(NamedTuple):
     """False where the logits were not finite and the token means nothing"""
 
 
+class Choice:
+    """Tokens chosen for a batch of rows, on the device of the logits and perhaps not computed yet."""
+
+    def __init__(
+        self,
+        token_ids: Tensor,  # [num_rows] int64
+        is_valid: Tensor,  # [num_rows] bool
+        logprobs: _Logprobs | None,
+    ) -> None:
+        self.token_ids = token_ids
+        self._is_valid = is_valid
+        self._logprobs = logprobs
+        self._arriving: Download | None = None
+
+    def download(self) -> None:
+        """Begin to copy all to the host."""
+        extra = [] if self._logprobs is None else self._logprobs.of(self.token_ids)
+        self._arriving = Download([self.token_ids, self._is_valid, *extra])
+
+    def sampled(self) -> Sampled:
+        """The chosen tokens on the host; waits for them."""
+        if self._arriving is None:
+            self.download()
+        assert self._arriving is not None
+        token_ids, is_valid, *extra = self._arriving.wait()
+        ids: list[int] = token_ids.tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(ids)
+        if self._logprobs is not None:
+            self._logprobs.fill(logprobs, ids, *extra)
+        return Sampled(ids, logprobs, is_valid.tolist())
+
+
 @torch.inference_mode()
+def choose(
+    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
+    rows: Sequence[SamplingRow],
+) -> Choice:
+    """Choose one token per row."""
+    wanted = [row.params.logprobs for row in rows]
+    raw = _Logprobs(logits, wanted) if any(num_top is not None for num_top in wanted) else None
+    suppressed = [(i, token_id) for i, row in enumerate(rows) for token_id in row.suppressed]
+    if suppressed:
+        places, banned = upload(list(np.array(suppressed, dtype=np.int64).T), logits.device)
+        logits[places, banned] = -torch.inf
+    highest, token_ids = logits.max(dim=-1)
+    is_valid = highest.isfinite()
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+    if len(drawn) == len(rows):
+        token_ids = _draw(logits, rows)
+    elif drawn:
+        [places] = upload([np.array(drawn, dtype=np.int64)], logits.device)
+        token_ids[places] = _draw(logits[places], [rows[i] for i in drawn])
+    return Choice(token_ids, is_valid, raw)
+
+
 def sample(
     logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
     rows: Sequence[SamplingRow],
 ) -> Sampled:
-    """Choose one token per row."""
-    raw = _RawLogprobs(logits, [row.params.logprobs for row in rows])
-    for i, row in enumerate(rows):
-        if len(row.suppressed):
-            logits[i, list(row.suppressed)] = -torch.inf
-    highest, token_ids = logits.max(dim=-1)
-    is_valid = highest.isfinite()
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW and is_valid[i]]
-    if drawn:
-        chosen = logits if len(drawn) == len(rows) else logits[drawn]
-        token_ids[drawn] = _draw(chosen, [rows[i] for i in drawn])
-    ids: list[int] = token_ids.tolist()
-    return Sampled(ids, raw.of(ids), is_valid.tolist())
+    """Choose one token per row, and wait for it."""
+    return choose(logits, rows).sampled()
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -82,21 +129,21 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class _Filters(NamedTuple):
+class _Filters:
     """Sampling parameters of several rows as columns [num_rows, 1]; switched-off filters have a neutral value."""
 
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    def take(self, rows: Tensor) -> _Filters:
-        return _Filters(*(column[rows] for column in self))
-
-    @classmethod
-    def of(cls, rows: Sequence[SamplingRow], vocab_size: int) -> _Filters:
-        top_k = [row.params.top_k if 0 < row.params.top_k < vocab_size else vocab_size for row in rows]
-        columns = (top_k, [row.params.top_p for row in rows], [row.params.min_p for row in rows])
-        return cls(*(torch.tensor(column, dtype=torch.float64)[:, None] for column in columns))
+    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
+        params = [row.params for row in rows]
+        top_k = np.array([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], np.int64)
+        top_p = np.array([p.top_p for p in params], np.float64)
+        min_p = np.array([p.min_p for p in params], np.float64)
+        is_bounded = top_k < vocab_size
+        self.is_plain: NDArray[np.bool_] = ~is_bounded & (top_p >= 1) & (min_p <= 0)
+        self.all_bounded = bool(is_bounded.all())
+        """whether every row has a `top_k`"""
+        self.widest_top_k = int(top_k[is_bounded].max(initial=0))
+        columns = upload([column[:, None] for column in (top_k, top_p, min_p)], device)
+        self.top_k, self.top_p, self.min_p = columns
 
 
 def _draw(
@@ -104,18 +151,27 @@ def _draw(
     rows: Sequence[SamplingRow],
 ) -> Tensor:  # [num_rows] int64
     """Draw a token per row: temperature, then min_p, then top_k, then top_p, as vLLM does."""
-    scaled = logits.div_(torch.tensor([row.params.temperature for row in rows])[:, None])
-    uniform = torch.from_numpy(uniforms([row.seed for row in rows], [row.position for row in rows]))[:, None]
-    filters = _Filters.of(rows, logits.shape[-1])
-    is_plain = ((filters.top_k == logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0))[:, 0]
-    if is_plain.all():
+    device = logits.device
+    temperatures = np.array([[row.params.temperature] for row in rows], dtype=np.float32)
+    numbers = uniforms([row.seed for row in rows], [row.position for row in rows])[:, None]
+    temperature, uniform = upload([temperatures, numbers], device)
+    scaled = logits.div_(temperature)
+    filters = _Filters(rows, logits.shape[-1], device)
+    if filters.is_plain.all():
         return _draw_plain(scaled, uniform)
-    token_ids = torch.empty(len(rows), dtype=torch.int64)
-    if is_plain.any():
-        token_ids[is_plain] = _draw_plain(scaled[is_plain], uniform[is_plain])
-    is_filtered = ~is_plain
-    token_ids[is_filtered] = _draw_filtered(
-        scaled[is_filtered], uniform[is_filtered], filters.take(is_filtered), NUM_CANDIDATES
+    if not filters.is_plain.any():
+        return _draw_filtered(scaled, uniform, rows, filters, NUM_CANDIDATES)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
+    plain, filtered = np.flatnonzero(filters.is_plain), np.flatnonzero(~filters.is_plain)
+    plain_places, filtered_places = upload([plain, filtered], device)
+    token_ids[plain_places] = _draw_plain(scaled[plain_places], uniform[plain_places])
+    filtered_rows = [rows[i] for i in filtered.tolist()]
+    token_ids[filtered_places] = _draw_filtered(
+        scaled[filtered_places],
+        uniform[filtered_places],
+        filtered_rows,
+        _Filters(filtered_rows, logits.shape[-1], device),
+        NUM_CANDIDATES,
     )
     return token_ids
 
@@ -131,13 +187,13 @@ def _draw_plain(
 def _draw_filtered(
     scaled: Tensor,  # [num_rows, vocab_size] fp32
     uniform: Tensor,  # [num_rows, 1] fp64
-    filters: _Filters,
+    rows: Sequence[SamplingRow],
+    filters: _Filters,  # of the rows
     num_candidates: int,
 ) -> Tensor:  # [num_rows] int64
     """Filter the most likely tokens only; rows that may keep more than these start over with all tokens."""
     vocab_size = scaled.shape[-1]
-    bounded = filters.top_k[filters.top_k < vocab_size]
-    num_candidates = min(vocab_size, max(num_candidates, int(bounded.max()) if len(bounded) else 0))
+    num_candidates = min(vocab_size, max(num_candidates, filters.widest_top_k))
     top, ids = scaled.topk(num_candidates, dim=-1)
     # Equal logits in order of their ids, whatever the number of candidates.
     ids, order = ids.sort(dim=-1)
@@ -146,14 +202,13 @@ def _draw_filtered(
 
     highest = top[:, :1]
     weights = (top - highest).double().exp_()  # [num_rows, num_candidates], 1 for the most likely token
-    kth = weights.gather(-1, (filters.top_k.long() - 1).clamp_(max=num_candidates - 1))
+    kth = weights.gather(-1, (filters.top_k - 1).clamp(max=num_candidates - 1))
     kept = (weights >= filters.min_p) & ((weights >= kth) | (filters.top_k == vocab_size))
     weights.mul_(kept)
-    total = weights.cumsum(
-        -1
-    )  # also the order in which sums are made is the same for every number of candidates
+    # Also the order in which sums are made is the same for every number of candidates.
+    total = weights.cumsum(-1)
     mass = total[:, -1:]
-    if num_candidates < vocab_size and len(bounded) < len(filters.top_k):
+    if num_candidates < vocab_size and not filters.all_bounded:
         all_weights = (scaled - highest).exp_()
         all_weights.mul_(all_weights >= filters.min_p)
         mass = torch.where(
@@ -163,9 +218,14 @@ def _draw_filtered(
     weights.mul_(kept)
     token_ids = ids.gather(-1, _invert(weights.cumsum(-1), uniform)[:, None])[:, 0]
 
+    if num_candidates == vocab_size or filters.all_bounded:
+        return token_ids
     is_cut = kept[:, -1] & (filters.top_k[:, 0] > num_candidates)
-    if num_candidates < vocab_size and is_cut.any():
-        token_ids[is_cut] = _draw_filtered(scaled[is_cut], uniform[is_cut], filters.take(is_cut), vocab_size)
+    cut: list[int] = is_cut.nonzero()[:, 0].tolist()
+    if cut:
+        cut_rows = [rows[i] for i in cut]
+        all_filters = _Filters(cut_rows, vocab_size, scaled.device)
+        token_ids[is_cut] = _draw_filtered(scaled[is_cut], uniform[is_cut], cut_rows, all_filters, vocab_size)
     return token_ids
 
 
@@ -177,10 +237,11 @@ def _invert(
     target = torch.minimum(
         uniform * cumulative[:, -1:], cumulative[:, -1:].nextafter(cumulative.new_zeros(1))
     )
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    found = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return found.clamp_(max=cumulative.shape[-1] - 1)  # where the weights are not finite
 
 
-class _RawLogprobs:
+class _Logprobs:
     """Log probabilities before anything is scaled, suppressed or filtered; keeps only the rows that ask for them."""
 
     def __init__(
@@ -190,21 +251,32 @@ class _RawLogprobs:
     ) -> None:
         self._wanted = wanted
         self._rows = [i for i, num_top in enumerate(wanted) if num_top is not None]
-        if not self._rows:
-            return
-        self._logprobs = logits[self._rows].log_softmax(dim=-1)
+        [self._places] = upload([np.array(self._rows, dtype=np.int64)], logits.device)
+        self._logprobs = logits[self._places].log_softmax(dim=-1)
         num_top = max(num_top or 0 for num_top in wanted)
-        top, ids = self._logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
-        self._top, self._top_ids = top.tolist(), ids.tolist()
+        self._top, self._top_ids = self._logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
 
-    def of(self, token_ids: Sequence[int]) -> list[TokenLogprob | None]:
-        """Per row, those of the chosen token and of the most likely ones."""
-        result: list[TokenLogprob | None] = [None] * len(token_ids)
-        for place, i in enumerate(self._rows):
+    def of(
+        self,
+        token_ids: Tensor,  # [num_rows] int64
+    ) -> list[Tensor]:
+        """What `fill` needs: of each row kept, the chosen token's, the highest ones and their tokens."""
+        chosen = self._logprobs.gather(-1, token_ids[self._places][:, None])[:, 0]
+        return [chosen, self._top, self._top_ids]
+
+    def fill(
+        self,
+        result: list[TokenLogprob | None],
+        token_ids: Sequence[int],
+        chosen: Tensor,
+        top: Tensor,
+        top_ids: Tensor,
+    ) -> None:
+        """Enter those of the chosen token and of the most likely ones where the row asks for them."""
+        columns = zip(self._rows, chosen.tolist(), top.tolist(), top_ids.tolist(), strict=True)
+        for i, logprob, values, ids in columns:
             num_top = self._wanted[i] or 0
-            logprob = float(self._logprobs[place, token_ids[i]])
-            top = zip(self._top_ids[place][:num_top], self._top[place][:num_top], strict=True)
+            alternatives = tuple(zip(ids[:num_top], values[:num_top], strict=True))
             result[i] = TokenLogprob(
-                token_ids[i], logprob if math.isfinite(logprob) else -math.inf, tuple(top)
+                token_ids[i], logprob if math.isfinite(logprob) else -math.inf, alternatives
             )
-        return result
