@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from blendserve.tokens import PromptTokens
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: the name that lines call it by, and where it is."""
+
+    name: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,11 @@ class SamplingParams:
     logprobs: int | None = None
     extra: bytes = b""
     """JSON object of what only some engines can do, by the names of vLLM's SamplingParams; empty: nothing"""
+    chat: bytes = b""
+    """JSON object of what an answer in a chat is read with, by the names of vLLM's ChatCompletionRequest: tools and the
+    like; empty: the answer is text as it comes"""
+    adapter: Adapter | None = None
+    """None: the model as it is"""
 
 
 class RawRequest(NamedTuple):
@@ -82,6 +94,15 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def adapter_index(self) -> NDArray[np.int32] | None:
+        """[num_requests] which adapter a request runs with, 0 for none; None where all run with the same."""
+        numbers: dict[Adapter | None, int] = {None: 0}
+        by_params = [numbers.setdefault(params.adapter, len(numbers)) for params in self.params]
+        if len(set(by_params)) <= 1:
+            return None
+        return np.asarray(by_params, dtype=np.int32)[self.params_index]
 
     @property
     def prompt_tokens(self) -> NDArray[np.int32]:
@@ -130,6 +151,10 @@ class Completion:
     """prompt tokens whose KV came from the prefix cache or from another request of the same step"""
     output_tokens_est: int = 0
     """output tokens that were expected when the request was admitted; 0 where the engine does not tell"""
+    message: dict[str, Any] | None = None
+    """the assistant's message where the engine read it out of the text: its reasoning, its tool calls"""
+    num_reasoning_tokens: int | None = None
+    """output tokens of the reasoning; None where the engine does not tell it apart"""
     body: dict[str, Any] | None = None
     """the whole answer as a server gave it, where the request was forwarded; there are no token ids then"""
 

@@ -49,7 +49,7 @@ from blendserve.cli.options import (
 )
 from blendserve.cli.progress import ProgressDisplay
 from blendserve.engines import EngineConfig, open_engine
-from blendserve.jobs.openai_format import shown
+from blendserve.jobs.body import shown
 from blendserve.jobs.publish import InputOrder
 from blendserve.jobs.setup import DEFAULT_POLICY, JobConfig, PlannedJob, find_model, plan_job
 from blendserve.jobs.sources import Source

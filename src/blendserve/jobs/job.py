@@ -306,10 +306,11 @@ class Job:
                 )
             )
             return
+        adapter = self._prepared.requests.sampling_params(request).adapter
         line = success_line(
             row,
             answer.result,
-            model=self._model,
+            model=self._model if adapter is None else adapter.name,
             num_prompt_tokens=int(self._prepared.requests.prompt_tokens[request]),
             tokenizer=self._tokenizer,
         )

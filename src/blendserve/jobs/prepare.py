@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.errors import ConfigError, RequestError
+from blendserve.jobs.body import invalid, shown
 from blendserve.jobs.columns import CustomIds, LineErrors, RowTable
 from blendserve.jobs.openai_format import (
     URLS,
@@ -20,13 +21,11 @@ from blendserve.jobs.openai_format import (
     PreparedRow,
     Row,
     Tokenizer,
-    invalid,
     place,
-    shown,
 )
 from blendserve.jobs.sources import CHAT_URL
 from blendserve.jobs.spool import RequestSpool
-from blendserve.request import RequestTable, SamplingParams
+from blendserve.request import Adapter, RequestTable, SamplingParams
 from blendserve.tokens import PromptTokens
 
 DEFAULT_COMPLETIONS_MAX_TOKENS = 16
@@ -80,6 +79,7 @@ def prepare(
     on_progress: OnProgress | None = None,
     strict: bool = False,
     fill_context: bool = False,
+    adapters: Mapping[str, str] | None = None,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
@@ -89,12 +89,13 @@ def prepare(
     Lines that bring no seed get one from `seed` and their custom_id. Rows with a `body` to forward are one request
     each, and their lengths are for planning only: it is the server that refuses what it cannot serve. With
     `fill_context` a `max_tokens` that is missing or too large for the context means to the end of it, whatever the url.
+    `adapters` are LoRA adapters, path by name: a line whose model is one of them runs with it.
 
     Raises:
         ConfigError: `strict`, and a line cannot run.
     """
     builder = _TableBuilder(tokenizer, max_model_len, seed, fill_context)
-    admission = _Admission(served_model_name, any_model, endpoint)
+    admission = _Admission(served_model_name, any_model, endpoint, adapters or {})
     errors = LineErrors()
     num_lines = num_done = 0
     for chunk in _chunks(islice(rows, limit)):
@@ -111,6 +112,8 @@ def prepare(
                     num_done += 1
                 else:
                     admission.check(row)
+                    if adapters and row.model in adapters:
+                        row.params = replace(row.params, adapter=Adapter(row.model, adapters[row.model]))
                     admitted[index] = (row, id_number)
             except RequestError as error:
                 refused[index] = LineError.of(error, row.line, row.custom_id, row.file)
@@ -143,8 +146,11 @@ def _chunks(rows: Iterable[Row | LineError]) -> Iterator[list[Row | LineError]]:
 class _Admission:
     """What lines must have in common or not, with the place of every custom_id."""
 
-    def __init__(self, served_model_name: str, any_model: bool, endpoint: str | None) -> None:
+    def __init__(
+        self, served_model_name: str, any_model: bool, endpoint: str | None, adapters: Mapping[str, str]
+    ) -> None:
         self._served_model_name = served_model_name
+        self._adapters = adapters
         self._any_model = any_model
         self._endpoint = endpoint
         self._first_model: str | None = None
@@ -196,7 +202,7 @@ class _Admission:
                 f"The url {row.url} is not the batch's endpoint, {self._endpoint}. Use one url for all.",
                 param="url",
             )
-        if row.model is None or self._any_model:
+        if row.model is None or self._any_model or row.model in self._adapters:
             return
         if self._first_model is None:
             self._first_model = row.model
@@ -212,7 +218,7 @@ class _Admission:
         raise RequestError(
             "model_not_found",
             f"The model {shown(row.model)} does not exist; this job serves "
-            f"{shown(self._served_model_name)}. Change 'model' in the line, serve the model by that "
+            f"{', '.join(map(shown, (self._served_model_name, *self._adapters)))}. Change 'model' in the line, serve the model by that "
             "name (--served-model-name), or pass --any-model.",
             param="model",
             status_code=404,
@@ -287,6 +293,7 @@ class _TableBuilder:
         else:
             text = self._tokenizer.render_chat(
                 row.chat,
+                tools=row.tools,
                 add_generation_prompt=row.add_generation_prompt,
                 chat_template_kwargs=row.chat_template_kwargs,
             )
