@@ -112,7 +112,7 @@ def prepare(
                     num_done += 1
                 else:
                     admission.check(row)
-                    if adapters and row.model in adapters:
+                    if adapters and row.model is not None and row.model in adapters:
                         row.params = replace(row.params, adapter=Adapter(row.model, adapters[row.model]))
                     admitted[index] = (row, id_number)
             except RequestError as error:
