@@ -162,6 +162,7 @@ class EngineConfig:
                 raise ConfigError(
                     "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
                 )
+            self._check_no_vllm()
             return
         if self.engine == "vllm":
             self._check_vllm()
