@@ -552,8 +552,11 @@ class LLM:
         if isinstance(answer.result, Failure):
             return _failed_output(row.custom_id, text, answer.result)
         token_ids: list[int] | None = prepared.requests.tokens[request].tolist()
+        raw = prepared.requests.raw
         if self._config.engine.forwards and (text is not None or row.url == CHAT_URL):
             token_ids = None  # the server's own are not known
+        elif raw is not None and raw[request].body and not self._config.engine.forwards:
+            token_ids = None  # those of a chat with images are vLLM's
         elif row.url == CHAT_URL and isinstance(self._tokenizer, Tokenizer):
             text = self._tokenizer.decode(token_ids or [], skip_special_tokens=False)
         server_answer = answer.result[0].body

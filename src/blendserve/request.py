@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,27 @@ class RawRequest(NamedTuple):
     """a JSON object"""
 
 
+class RawRequests(Sequence[RawRequest]):
+    """Some of a sequence of requests, which are read when asked for."""
+
+    def __init__(self, requests: Sequence[RawRequest], chosen: NDArray[np.integer]) -> None:
+        self._requests = requests
+        self._chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, request: int) -> RawRequest: ...
+    @overload
+    def __getitem__(self, request: slice) -> list[RawRequest]: ...
+    def __getitem__(self, request: int | slice) -> RawRequest | list[RawRequest]:
+        """A request, by its place among those chosen."""
+        if isinstance(request, slice):
+            return [self._requests[int(index)] for index in self._chosen[request]]
+        return self._requests[int(self._chosen[request])]
+
+
 @dataclass(slots=True)
 class RequestTable:
     """The requests of a job as columns; row i of each column belongs to request i.
@@ -82,7 +103,8 @@ class RequestTable:
     that neither its place in the file nor what ran before changes what it draws"""
     raw: Sequence[RawRequest] | None = None
     """[num_requests] the requests as they were written, for engines that forward them; a request is then a line with
-    all its completions, and the other columns serve planning only"""
+    all its completions, and the other columns serve planning only. For vLLM those with images, audio or video, whose
+    tokens are a likeness for planning; the others have no body"""
 
     def __post_init__(self) -> None:
         num_requests = len(self.tokens)
@@ -118,7 +140,7 @@ class RequestTable:
             params=self.params,
             params_index=self.params_index[requests],
             seeds=self.seeds[requests],
-            raw=None if self.raw is None else [self.raw[int(request)] for request in requests],
+            raw=None if self.raw is None else RawRequests(self.raw, requests),
         )
 
     def sampling_params(self, request: int) -> SamplingParams:

@@ -1,5 +1,7 @@
 """Chats and adapters on vLLM: prompts as its own server renders them, answers as it reads them, KV kept apart."""
 
+import base64
+import io
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -284,6 +286,105 @@ def test_lines_run_with_their_adapter_and_share_no_kv_with_others(
     assert "'broken'" in broken.message
     (later,) = answers(engine, prepared(tokenizer, {"model": "one", **message}, adapters=adapters))
     assert later.num_cached_tokens >= 64  # whole blocks of 32
+
+
+def write_tiny_llava(path: Path, tokenizer_folder: Path) -> Path:
+    """A model of random weights that looks at images of 28 × 28 pixels in four patches."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_tokens([transformers.AddedToken("<image>", special=True)])
+    text_config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        vocab_size=49160,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    vision_config = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        projection_dim=64,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision_config,
+        text_config=text_config,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlavaForConditionalGeneration(config).save_pretrained(path)
+    images = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    )
+    transformers.LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(path)
+    return path
+
+
+def image_part(colour: str) -> dict[str, Any]:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (28, 28), colour).save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_images_go_to_the_model(folder: Path, tmp_path: Path) -> None:
+    from blendserve.engines.vllm import VLLMEngine
+
+    path = write_tiny_llava(tmp_path / "llava", folder)
+    tokenizer = Tokenizer(path)
+    text = {"type": "text", "text": "Which colour?"}
+
+    def body(*parts: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 6, "logprobs": True}
+
+    opened = VLLMEngine(
+        path,
+        CostModel(TINY, HardwareSpec.load("cpu-2core-avx2")),
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        dtype="float32",
+        engine_args={"num_gpu_blocks_override": 33, "enforce_eager": True},
+    )
+    with closing(opened) as engine:
+        found = prepared(
+            tokenizer,
+            body(text),
+            body(image_part("red"), text),
+            body(image_part("blue"), text),
+            body(image_part("red"), text),
+            body({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, text),
+        )
+        assert found.requests.raw is not None
+        blind, red, blue, again, broken = answers(engine, found)
+    for answer in (blind, red, blue, again):
+        assert isinstance(answer, Completion), answer
+    assert blind.num_prompt_tokens < red.num_prompt_tokens == blue.num_prompt_tokens  # four patches more
+    assert [token.logprob for token in red.logprobs] == pytest.approx([t.logprob for t in again.logprobs])
+    assert [token.logprob for token in red.logprobs] != pytest.approx([t.logprob for t in blue.logprobs])
+    assert isinstance(broken, Failure)
 
 
 def test_parsers_that_vllm_does_not_have_are_named() -> None:

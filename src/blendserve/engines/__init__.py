@@ -274,8 +274,11 @@ class EngineConfig:
             element_bytes = dtype_bytes(self.dtype)
         elif self.engine == "vllm" and self.dtype == "float32":
             element_bytes = 4.0
+        config = files.config
+        if self.engine == "vllm" and isinstance(config.get("text_config"), dict):
+            config = config["text_config"]  # of a model that takes images or audio
         model = ModelSpec.from_config(
-            files.config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
+            config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
         )
         return CostModel(model, self.hardware_spec())
 

@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from blendserve.cost_model import CostModel
-from blendserve.engines.vllm_chat import ChatAnswer, ChatReader
+from blendserve.engines.vllm_chat import ChatAnswer, ChatReader, render_media
 from blendserve.errors import ConfigError, EngineDiedError
 from blendserve.request import (
     Adapter,
@@ -348,8 +348,13 @@ class VLLMEngine:
             vllm_params = self._make_params(
                 params, int(requests.max_tokens[request]), int(requests.seeds[request]), answer
             )
-            token_ids = requests.tokens[request].tolist()
-            prompt = self._make_prompt(token_ids)
+            media = b"" if requests.raw is None else requests.raw[request].body
+            if media:
+                prompt = render_media(self._engine, media)
+                token_ids = list(prompt["prompt_token_ids"])
+            else:
+                token_ids = requests.tokens[request].tolist()
+                prompt = self._make_prompt(token_ids)
             further = {}
             if params.adapter is not None:
                 further["lora_request"] = self._loaded(params.adapter, running)
@@ -549,7 +554,7 @@ def _result(output: Any, requests: RequestTable, sent: _Sent) -> Result:
             "engine_error", f"vLLM ended this request with finish_reason {completion.finish_reason!r}"
         )
     request = sent.request
-    num_prompt_tokens = int(requests.prompt_tokens[request])
+    prompt = list(output.prompt_token_ids)
     params = requests.sampling_params(request)
     token_ids = list(completion.token_ids)
     result = Completion(
@@ -563,14 +568,12 @@ def _result(output: Any, requests: RequestTable, sent: _Sent) -> Result:
             _token_logprob(token_id, place, params.logprobs)
             for token_id, place in zip(token_ids, completion.logprobs or (), strict=True)
         ],
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=min(output.num_cached_tokens or 0, num_prompt_tokens),
+        num_prompt_tokens=len(prompt),
+        num_cached_tokens=min(output.num_cached_tokens or 0, len(prompt)),
     )
     if sent.answer is not None:
         try:
-            read = sent.answer.read(
-                result.text, token_ids, result.finish_reason, requests.tokens[request].tolist()
-            )
+            read = sent.answer.read(result.text, token_ids, result.finish_reason, prompt)
         except Exception as error:  # parsers raise whatever their regular expressions and grammars do
             return Failure(
                 "engine_error", f"vLLM's parser cannot read the answer ({type(error).__name__}: {error})"

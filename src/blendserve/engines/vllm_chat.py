@@ -100,17 +100,12 @@ class ChatReader:
         Raises:
             ValueError: vLLM refuses them.
         """
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
         values = orjson.loads(chat)
         values["messages"] = _history(values.pop("num_earlier_tool_calls", 0))
         values["skip_special_tokens"] = skip_special_tokens
         if structured_outputs is not None:
             values["structured_outputs"] = structured_outputs
-        try:
-            request = ChatCompletionRequest(**values)
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"]) from error
+        request = _request(values)
         if (
             self._parser_class.reasoning_parser_cls is not None
             or request.tool_choice != "none"
@@ -195,6 +190,42 @@ class ChatAnswer:
             int(parser.count_reasoning_tokens(token_ids)) if self.reader.reads_reasoning else None
         )
         return ReadAnswer(message, finish_reason, num_reasoning_tokens, bool(request.include_reasoning))
+
+
+def render_media(engine: Any, body: bytes) -> Any:
+    """The prompt of a chat with images, audio or video, fetched and processed as vLLM's server does it.
+
+    Args:
+        engine: an `LLMEngine`.
+        body: JSON object of a `ChatCompletionRequest`.
+
+    Raises what vLLM, its fetching of media and the model's processor raise.
+    """
+    request = _request(orjson.loads(body))
+    model_config = engine.vllm_config.model_config
+    tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+    media_io_kwargs = model_config.multimodal_config and model_config.multimodal_config.media_io_kwargs
+    params = request.build_chat_params(None, "auto").with_defaults(
+        {"tools": tools, "tokenize": False}, default_media_io_kwargs=media_io_kwargs
+    )
+    _, (prompt,) = engine.renderer.render_chat(
+        [request.messages], params, request.build_tok_params(model_config)
+    )
+    return prompt
+
+
+def _request(values: dict[str, Any]) -> Any:
+    """A ChatCompletionRequest.
+
+    Raises:
+        ValueError: vLLM refuses it.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    try:
+        return ChatCompletionRequest(**values)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from error
 
 
 def _history(num_tool_calls: int) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ arguments as objects, tools the keys of its own class, reasoning both of its nam
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import orjson
@@ -24,6 +25,16 @@ CHAT_PARAMETERS = (
 
 _ROLES = ("system", "developer", "user", "assistant")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_MEDIA = (
+    "image_url",
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "image_embeds",
+    "audio_embeds",
+    "video_embeds",
+)
+"""types of parts that vLLM reads besides text"""
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
@@ -35,6 +46,9 @@ class Chat(NamedTuple):
     template_kwargs: dict[str, Any] | None = None
     reading: bytes = b""
     """see `SamplingParams.chat`"""
+    media: bytes | None = None
+    """JSON object of the request as vLLM's ChatCompletionRequest has it, if there are images, audio or video in it; the
+    messages above then have a likeness of each, which is for planning"""
 
 
 def parse_chat(
@@ -78,7 +92,11 @@ def parse_chat(
         reading["chat_template_kwargs"] = template_kwargs
     if values.get("add_generation_prompt") is False:
         reading["add_generation_prompt"] = False
-    return Chat(messages, tools, _with_effort(template_kwargs, effort), _dumped(reading))
+    media = None
+    if _has_media(values["messages"]):
+        given = {name: value for name, value in reading.items() if name != "num_earlier_tool_calls"}
+        media = _dumped({**given, "messages": values["messages"]})
+    return Chat(messages, tools, _with_effort(template_kwargs, effort), _dumped(reading), media)
 
 
 def _with_effort(template_kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any] | None:
@@ -93,7 +111,7 @@ def _dumped(reading: dict[str, Any]) -> bytes:
         return orjson.dumps(reading, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:  # it reads deeper nesting than it writes
         raise RequestError(
-            "invalid_request", "'tools' or 'chat_template_kwargs' are nested too deeply. Flatten them.", param="tools"
+            "invalid_request", "'tools', 'messages' or 'chat_template_kwargs' are nested too deeply. Flatten them."
         ) from None
 
 
@@ -232,7 +250,7 @@ def _parse_message_with_tools(message: Any, where: str) -> dict[str, Any]:
         content = ""
     else:
         content = require(message, "content", "Give the text of the message.", where)
-    return {"role": role, "content": _text(content, f"{where}.content"), **parsed}
+    return {"role": role, "content": _text(content, f"{where}.content", _MEDIA), **parsed}
 
 
 def _parse_fields(
@@ -285,8 +303,11 @@ def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return parsed
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of a message; parts are joined by a line feed, as vLLM does for templates that take text."""
+def _text(content: Any, where: str, media: tuple[str, ...] = ()) -> str:
+    """The text of a message; parts are joined by a line feed, as vLLM does for templates that take text.
+
+    Of parts of the types `media` only the identity counts.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -296,11 +317,14 @@ def _text(content: Any, where: str) -> str:
         if not isinstance(part, dict):
             raise invalid(f"{where}[{index}]", part, 'a part such as {"type": "text", "text": "..."}')
         part_type = require(part, "type", 'Use {"type": "text", "text": "..."}.', f"{where}[{index}]")
+        if part_type in media:
+            texts.append(f"{part_type} {_digest(part)}")
+            continue
         if part_type != "text":
             raise RequestError(
                 "unsupported_parameter",
                 f"'{where}[{index}]' is a part of type {shown(part_type)}, which is not supported. "
-                'Use parts of type "text".',
+                f"Use parts of type {', '.join(map(shown, ('text', *media)))}.",
                 param=f"{where}[{index}].type",
             )
         text = require(part, "text", "Give the text of the part.", f"{where}[{index}]")
@@ -308,3 +332,17 @@ def _text(content: Any, where: str) -> str:
             raise invalid(f"{where}[{index}].text", text, "a string")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _has_media(messages: list[dict[str, Any]]) -> bool:
+    """Whether messages that were parsed have parts other than text."""
+    return any(
+        part["type"] != "text"
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+
+
+def _digest(part: dict[str, Any]) -> str:
+    return hashlib.blake2b(_dumped(part), digest_size=8).hexdigest()

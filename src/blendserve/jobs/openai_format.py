@@ -259,6 +259,8 @@ class Row:
     chat_template_kwargs: dict[str, Any] | None = None
     body: bytes | None = None
     """the body to forward; `prompt` is then a likeness for planning, whatever the url"""
+    media: bytes | None = None
+    """see `Chat.media`"""
     file: str | None = None
     num_bytes: int = field(default=0, compare=False)
     """length of the line"""
@@ -556,6 +558,7 @@ def row_of_body(
         add_generation_prompt=body.boolean("add_generation_prompt", True),
         tools=None if conversation is None else conversation.tools,
         chat_template_kwargs=template_kwargs if conversation is None else conversation.template_kwargs,
+        media=None if conversation is None else conversation.media,
         file=file,
         num_bytes=num_bytes,
     )

@@ -25,7 +25,7 @@ from blendserve.jobs.openai_format import (
 )
 from blendserve.jobs.sources import CHAT_URL
 from blendserve.jobs.spool import RequestSpool
-from blendserve.request import Adapter, RequestTable, SamplingParams
+from blendserve.request import Adapter, RawRequests, RequestTable, SamplingParams
 from blendserve.tokens import PromptTokens
 
 DEFAULT_COMPLETIONS_MAX_TOKENS = 16
@@ -315,7 +315,8 @@ class _TableBuilder:
         params = row.params
         ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
         declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
-
+        if row.media is not None or self._spool is not None:
+            self._append_media(row)
         self._append_row(row, id_number, row.n, prompt, max_tokens, declared_tokens)
 
     def _append_forwarded(self, row: Row, body: bytes, id_number: int, prompt: Sequence[int]) -> None:
@@ -328,6 +329,14 @@ class _TableBuilder:
         max_tokens = min(row.n * (row.max_tokens or default), _MOST_TOKENS)
         declared_tokens = min(row.n * (row.output_tokens or 0), max_tokens)
         self._append_row(row, id_number, 1, prompt if len(prompt) else [0], max_tokens, declared_tokens)
+
+    def _append_media(self, row: Row) -> None:
+        """Keep a row's media, if it has some, as the row's that is appended next."""
+        if self._spool is None:
+            self._spool = RequestSpool()
+            for _ in range(len(self._id_numbers)):
+                self._spool.append(row.url, b"")
+        self._spool.append(row.url, row.media or b"")
 
     def _append_row(
         self,
@@ -412,7 +421,7 @@ class _TableBuilder:
             params=list(self._params),
             params_index=np.asarray(self._params_index, dtype=np.int32),
             seeds=np.asarray(self._seeds, dtype=np.uint64),
-            raw=self._spool,
+            raw=None if self._spool is None else RawRequests(self._spool, row_index),
         )
         rows = RowTable(
             admission.custom_ids,

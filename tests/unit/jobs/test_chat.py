@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -200,6 +201,50 @@ def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], param: str) -> 
         {"thinking_token_budget": 3},
     ],
 )
+def with_image(*, url: str = "a", **body: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    return {"messages": [{"role": "user", "content": parts}], **body}
+
+
+def test_media_are_kept_as_they_are_and_planned_by_their_identity() -> None:
+    one, same, other = (row_of(**with_image(url=url)) for url in ("a", "a", "b"))
+    assert one.media is not None
+    assert orjson.loads(one.media) == {"messages": with_image(url="a")["messages"]}
+    assert one.chat == same.chat
+    assert one.chat != other.chat
+    assert one.chat is not None
+    assert one.chat[0]["content"].endswith("\nWhat is it?")
+    rich = row_of(**with_image(tools=[WEATHER], reasoning_effort="low"))
+    assert rich.media is not None
+    assert orjson.loads(rich.media).keys() == {"messages", "tools", "tool_choice", "reasoning_effort"}
+    assert row_of().media is None
+
+
+@pytest.mark.parametrize("part_type", ["file", "input_text", 3])
+def test_parts_that_vllm_does_not_read_are_refused(part_type: Any) -> None:
+    error = parse(messages=[{"role": "user", "content": [{"type": part_type}]}])
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "messages[0].content[0].type")
+    assert '"image_url"' in error.message
+
+
+def test_each_request_finds_the_media_of_its_row() -> None:
+    bodies = [{}, with_image(url="a", n=2), {}, with_image(url="b")]
+    rows = (
+        parse_line(number, line(f"r{number}", **body), extra_parameters=True)
+        for number, body in enumerate(bodies, start=1)
+    )
+    requests = prepare(rows, ApproximateTokenizer(), served_model_name="m", max_model_len=1000).requests
+    assert requests.raw is not None
+    found = [raw.body for raw in requests.raw]
+    assert [bool(body) for body in found] == [False, True, True, False, True]
+    assert found[1] == found[2] != found[4]
+    taken = requests.take(np.array([4, 0])).raw
+    assert taken is not None
+    assert [raw.body for raw in taken] == [found[4], b""]
+    assert [raw.body for raw in taken[:1]] == [found[4]]
+
+
 def test_other_engines_name_the_one_that_can(body: dict[str, Any]) -> None:
     error = parse_line(1, line(**body))
     assert isinstance(error, LineError)
