@@ -61,7 +61,7 @@ def make_tiny_adapter() -> Callable[..., Path]:
 
 
 def write_tiny_adapter(path: Path, *, seed: int = 0, hidden_size: int = 64, num_layers: int = 2) -> Path:
-    """Write a LoRA adapter of rank 8 for the output projections of a tiny model, with weights that change its outputs."""
+    """Write a LoRA adapter of rank 8 for a tiny model, with weights so large that they change its outputs."""
     torch = pytest.importorskip("torch")
     save_file = pytest.importorskip("safetensors.torch").save_file
     generator = torch.Generator().manual_seed(seed)

@@ -221,7 +221,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
-        With `engine="vllm"` and `enable_lora=True`, `lora_request` is vLLM's LoRARequest, of all prompts or one for each.
+        `lora_request` is vLLM's LoRARequest, of all prompts or one for each; for `engine="vllm"`, `enable_lora=True`.
 
         Where a prompt cannot run, nothing does, and where the engine fails on a request the others run to their end
         before an error is raised. With `on_error="return"` such prompts have an output with an `error` instead, and

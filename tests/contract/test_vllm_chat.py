@@ -162,14 +162,22 @@ CONVERSATIONS: list[dict[str, Any]] = [
     {
         "messages": [
             {"role": "system", "content": "One."},
-            {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "user",
+                "name": "Ann",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
             {"role": "developer", "content": "Two."},
             {
                 "role": "assistant",
                 "content": None,
                 "reasoning": "hm",
                 "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+                    },
                     {"id": "2", "type": "function", "function": {"name": "time", "arguments": ""}},
                 ],
             },
@@ -220,7 +228,9 @@ def test_calls_of_the_models_own_choice_are_read(engine: Any, tokenizer: Tokeniz
     body = thoughtless(tokenizer, guided_choice=[CALL])
     called, told = answers(
         engine,
-        prepared(tokenizer, {**body, "tools": [WEATHER]}, {**body, "tools": [WEATHER], "tool_choice": "none"}),
+        prepared(
+            tokenizer, {**body, "tools": [WEATHER]}, {**body, "tools": [WEATHER], "tool_choice": "none"}
+        ),
     )
     assert isinstance(called, Completion), called
     assert called.message is not None

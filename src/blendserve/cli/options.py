@@ -468,7 +468,9 @@ def parse_lora_modules(modules: Sequence[str]) -> dict[str, str]:
             except ValueError as error:
                 raise ConfigError(f"--lora-modules {module} is not JSON: {error}") from error
             if more := found.keys() - {"name", "path", "base_model_name"}:
-                raise ConfigError(f"--lora-modules {module}: there is no {', '.join(sorted(more))}; leave it out")
+                raise ConfigError(
+                    f"--lora-modules {module}: there is no {', '.join(sorted(more))}; leave it out"
+                )
             name, path = str(found.get("name") or ""), str(found.get("path") or "")
         if not (name and path):
             raise ConfigError(f"--lora-modules {module}: write NAME=PATH, e.g. sql=./adapters/sql")

@@ -396,7 +396,9 @@ class VLLMEngine:
         except Exception as error:  # it sends on whatever its worker raises
             if _is_death(error):
                 raise
-            raise ValueError(f"the adapter {adapter.name!r} of {adapter.path} cannot be loaded: {error}") from error
+            raise ValueError(
+                f"the adapter {adapter.name!r} of {adapter.path} cannot be loaded: {error}"
+            ) from error
         self._adapters[adapter] = lora_request
         return lora_request
 

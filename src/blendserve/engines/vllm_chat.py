@@ -134,7 +134,7 @@ class ChatAnswer:
 
     @property
     def structured_outputs(self) -> Any:
-        """vLLM's StructuredOutputsParams, or None."""
+        """VLLM's StructuredOutputsParams, or None."""
         return self.request.extract_structured_outputs()
 
     @property

@@ -111,7 +111,8 @@ def _dumped(reading: dict[str, Any]) -> bytes:
         return orjson.dumps(reading, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:  # it reads deeper nesting than it writes
         raise RequestError(
-            "invalid_request", "'tools', 'messages' or 'chat_template_kwargs' are nested too deeply. Flatten them."
+            "invalid_request",
+            "'tools', 'messages' or 'chat_template_kwargs' are nested too deeply. Flatten them.",
         ) from None
 
 
@@ -194,7 +195,7 @@ def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]] | None, reads_to
         raise unsupported(
             "tool_choice",
             choice,
-            'Add --enable-auto-tool-choice --tool-call-parser NAME to the command, or "tool_choice": "none" to the line.',
+            'Add --enable-auto-tool-choice --tool-call-parser NAME to the command, or "tool_choice": "none" here.',
         )
     return choice
 
@@ -211,7 +212,9 @@ def _parse_messages(values: dict[str, Any], with_tools: bool) -> list[dict[str, 
 
 
 def _parse_message(message: Any, where: str) -> dict[str, Any]:
-    parsed = _parse_fields(message, where, ("name", "reasoning_content"), "Use messages of role and text content.")
+    parsed = _parse_fields(
+        message, where, ("name", "reasoning_content"), "Use messages of role and text content."
+    )
     role = require(message, "role", f"Use one of {', '.join(_ROLES)}.", where)
     if role in ("tool", "function"):
         raise RequestError(
@@ -232,7 +235,11 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 def _parse_message_with_tools(message: Any, where: str) -> dict[str, Any]:
     """A message as vLLM's server gives it to a template; a developer's stays one."""
     roles = (*_ROLES, "tool")
-    role = require(message, "role", f"Use one of {', '.join(roles)}.", where) if isinstance(message, dict) else None
+    role = (
+        require(message, "role", f"Use one of {', '.join(roles)}.", where)
+        if isinstance(message, dict)
+        else None
+    )
     of_role = {"assistant": ("reasoning", "reasoning_content"), "tool": ("tool_call_id",)}
     names = ("name", *of_role.get(role, ())) if isinstance(role, str) else ("name",)
     taken = (*names, "tool_calls") if role == "assistant" else names
@@ -256,7 +263,7 @@ def _parse_message_with_tools(message: Any, where: str) -> dict[str, Any]:
 def _parse_fields(
     message: Any, where: str, names: tuple[str, ...], remedy: str, taken: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The fields of a message that are strings, by name; fields that are neither these nor `taken` must ask for nothing.
+    """The fields `names` of a message, which are strings; others, but for those `taken`, must ask for nothing.
 
     Raises:
         RequestError: see above.
@@ -296,7 +303,9 @@ def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             try:
                 arguments = orjson.loads(arguments)
             except orjson.JSONDecodeError:
-                raise invalid(f"{place}.function.arguments", arguments, "a JSON object, as a string") from None
+                raise invalid(
+                    f"{place}.function.arguments", arguments, "a JSON object, as a string"
+                ) from None
         if not isinstance(arguments, dict):
             raise invalid(f"{place}.function.arguments", function["arguments"], "a JSON object, as a string")
         parsed.append({**call, "function": {**function, "arguments": arguments}})

@@ -218,8 +218,8 @@ class _Admission:
         raise RequestError(
             "model_not_found",
             f"The model {shown(row.model)} does not exist; this job serves "
-            f"{', '.join(map(shown, (self._served_model_name, *self._adapters)))}. Change 'model' in the line, serve the model by that "
-            "name (--served-model-name), or pass --any-model.",
+            f"{', '.join(map(shown, (self._served_model_name, *self._adapters)))}. Change 'model' in the line, "
+            "serve the model by that name (--served-model-name), or pass --any-model.",
             param="model",
             status_code=404,
         )

@@ -35,9 +35,10 @@ class PromptOrder:
 
     @classmethod
     def of(cls, tokens: PromptTokens, apart: Ints | None = None) -> PromptOrder:
-        """Sort prompts; O(total tokens + n log n). Those with different numbers in `apart` [num_requests] share nothing.
+        """Sort prompts; O(total tokens + n log n).
 
-        A LoRA adapter changes the KV of a prompt, so what two adapters have in common is text only.
+        Those with different numbers in `apart` [num_requests] share nothing, as prompts of different LoRA adapters,
+        whose KV differs.
         """
         order = np.arange(len(tokens), dtype=np.int32)
         if len(order) == 0:

@@ -89,13 +89,17 @@ def test_options_of_vllm_that_lack_another(
 
 
 def test_adapters_are_written_as_vllm_takes_them() -> None:
-    assert parse_lora_modules(["sql=./a=b", '{"name": "poems", "path": "org/poems", "base_model_name": "m"}']) == {
+    assert parse_lora_modules(
+        ["sql=./a=b", '{"name": "poems", "path": "org/poems", "base_model_name": "m"}']
+    ) == {
         "sql": "./a=b",
         "poems": "org/poems",
     }
 
 
-@pytest.mark.parametrize("module", ["sql", "=x", "sql=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "rank": 3}'])
+@pytest.mark.parametrize(
+    "module", ["sql", "=x", "sql=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "rank": 3}']
+)
 def test_what_is_no_adapter_is_refused(module: str) -> None:
     with pytest.raises(ConfigError, match="--lora-modules"):
         parse_lora_modules([module])

@@ -45,14 +45,22 @@ def test_tools_have_the_shape_that_vllm_gives_to_templates() -> None:
     assert row.tools == [
         {
             "type": "function",
-            "function": {"name": "weather", "description": None, "parameters": WEATHER["function"]["parameters"]},  # type: ignore[index]
+            "function": {
+                "name": "weather",
+                "description": None,
+                "parameters": WEATHER["function"]["parameters"],
+            },  # type: ignore[index]
         },
         {
             "type": "function",
             "function": {"name": "time", "description": "now", "parameters": None, "strict": True},
         },
     ]
-    assert list(row.tools[0]["function"]) == ["name", "description", "parameters"]  # templates write them in this order
+    assert list(row.tools[0]["function"]) == [
+        "name",
+        "description",
+        "parameters",
+    ]  # templates write them in this order
     assert reading(row) == {"tools": row.tools, "tool_choice": "auto"}
 
 
@@ -280,9 +288,7 @@ def prepared_for(models: list[str | None], **options: Any) -> Prepared:
 def test_a_line_runs_with_the_adapter_that_it_names() -> None:
     adapters = {"sql": "./sql", "poems": "./poems"}
     prepared = prepared_for(["base", "sql", None, "poems", "nothing", "sql"], adapters=adapters)
-    found = [
-        prepared.requests.sampling_params(request).adapter for request in range(len(prepared.requests))
-    ]
+    found = [prepared.requests.sampling_params(request).adapter for request in range(len(prepared.requests))]
     assert found == [
         None,
         Adapter("sql", "./sql"),
