@@ -199,16 +199,6 @@ def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], param: str) -> 
     assert error.param == param
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"tools": [WEATHER]},
-        {"tool_choice": "required"},
-        {"reasoning_effort": "low"},
-        {"include_reasoning": False},
-        {"thinking_token_budget": 3},
-    ],
-)
 def with_image(*, url: str = "a", **body: Any) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
     return {"messages": [{"role": "user", "content": parts}], **body}
@@ -253,6 +243,16 @@ def test_each_request_finds_the_media_of_its_row() -> None:
     assert [raw.body for raw in taken[:1]] == [found[4]]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [WEATHER]},
+        {"tool_choice": "required"},
+        {"reasoning_effort": "low"},
+        {"include_reasoning": False},
+        {"thinking_token_budget": 3},
+    ],
+)
 def test_other_engines_name_the_one_that_can(body: dict[str, Any]) -> None:
     error = parse_line(1, line(**body))
     assert isinstance(error, LineError)
