@@ -117,7 +117,7 @@ def prepared(tokenizer: Tokenizer, *bodies: dict[str, Any], **options: Any) -> P
     rows = []
     for number, body in enumerate(bodies, start=1):
         row = row_of_body(
-            {"messages": HELLO, "temperature": 0, "max_tokens": 40, **body},
+            {"messages": HELLO, "temperature": 0, "max_tokens": 300, **body},
             CHAT_URL,
             line=number,
             custom_id=f"r{number}",
@@ -206,12 +206,13 @@ def test_prompts_are_those_of_vllms_server(engine: Any, tokenizer: Tokenizer, bo
 
 def test_a_required_tool_is_called(engine: Any, tokenizer: Tokenizer) -> None:
     forced = {"type": "function", "function": {"name": "weather"}}
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     required, named = answers(
         engine,
         prepared(
             tokenizer,
-            thoughtless(tokenizer, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False),
-            thoughtless(tokenizer, tools=[WEATHER, TIME], tool_choice=forced, parallel_tool_calls=False),
+            thoughtless(tokenizer, tools=[strict], tool_choice="required", parallel_tool_calls=False),
+            thoughtless(tokenizer, tools=[strict, TIME], tool_choice=forced, parallel_tool_calls=False),
         ),
     )
     for answer in (required, named):
@@ -298,13 +299,18 @@ def test_lines_run_with_their_adapter_and_share_no_kv_with_others(
     assert later.num_cached_tokens >= 64  # whole blocks of 32
 
 
-def write_tiny_llava(path: Path, tokenizer_folder: Path) -> Path:
-    """A model of random weights that looks at images of 28 × 28 pixels in four patches."""
+def write_tiny_idefics(path: Path, tokenizer_folder: Path) -> Path:
+    """A model of random weights that sees an image as four tokens; vLLM's others need torchvision."""
     import torch
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_tokens([transformers.AddedToken("<image>", special=True)])
+    images = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 56}, max_image_size={"longest_edge": 56}, do_image_splitting=False
+    )
+    processor = transformers.Idefics3Processor(
+        images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template
+    )
     text_config = transformers.LlamaConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -317,36 +323,27 @@ def write_tiny_llava(path: Path, tokenizer_folder: Path) -> Path:
         initializer_range=0.1,
         bos_token_id=1,
         eos_token_id=2,
+        pad_token_id=2,
     )
-    vision_config = transformers.CLIPVisionConfig(
+    vision_config = transformers.Idefics3VisionConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        image_size=28,
+        image_size=56,
         patch_size=14,
-        projection_dim=64,
     )
-    config = transformers.LlavaConfig(
+    config = transformers.Idefics3Config(
         vision_config=vision_config,
         text_config=text_config,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_layer=-1,
+        scale_factor=2,
+        image_token_id=processor.image_token_id,
+        pad_token_id=2,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformers.LlavaForConditionalGeneration(config).save_pretrained(path)
-    images = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
-    )
-    transformers.LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    ).save_pretrained(path)
+        transformers.Idefics3ForConditionalGeneration(config).save_pretrained(path)
+    processor.save_pretrained(path)
     return path
 
 
@@ -354,7 +351,7 @@ def image_part(colour: str) -> dict[str, Any]:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.new("RGB", (28, 28), colour).save(buffer, "PNG")
+    Image.new("RGB", (56, 56), colour).save(buffer, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -362,7 +359,7 @@ def image_part(colour: str) -> dict[str, Any]:
 def test_images_go_to_the_model(folder: Path, tmp_path: Path) -> None:
     from blendserve.engines.vllm import VLLMEngine
 
-    path = write_tiny_llava(tmp_path / "llava", folder)
+    path = write_tiny_idefics(tmp_path / "idefics", folder)
     tokenizer = Tokenizer(path)
     text = {"type": "text", "text": "Which colour?"}
 
@@ -391,7 +388,9 @@ def test_images_go_to_the_model(folder: Path, tmp_path: Path) -> None:
         blind, red, blue, again, broken = answers(engine, found)
     for answer in (blind, red, blue, again):
         assert isinstance(answer, Completion), answer
-    assert blind.num_prompt_tokens < red.num_prompt_tokens == blue.num_prompt_tokens  # four patches more
+    assert (
+        blind.num_prompt_tokens < red.num_prompt_tokens == blue.num_prompt_tokens
+    )  # the image and its marks more
     assert [token.logprob for token in red.logprobs] == pytest.approx([t.logprob for t in again.logprobs])
     assert [token.logprob for token in red.logprobs] != pytest.approx([t.logprob for t in blue.logprobs])
     assert isinstance(broken, Failure)
