@@ -146,8 +146,13 @@ def answers(engine: Any, found: Prepared) -> list[Any]:
 
 
 def thoughtless(tokenizer: Tokenizer, **body: Any) -> dict[str, Any]:
-    """A body whose answer ends its reasoning at once."""
-    return {"logit_bias": {str(tokenizer.encode("</think>", add_special_tokens=False)[0]): 100}, **body}
+    """A body whose answer ends its reasoning at once, and has no blanks where a grammar leaves them open."""
+    blanks = [token for token in range(49152) if tokenizer.token_text(token).isspace()]
+    bias = dict.fromkeys(map(str, blanks), -100)
+    return {
+        "logit_bias": {**bias, str(tokenizer.encode("</think>", add_special_tokens=False)[0]): 100},
+        **body,
+    }
 
 
 CONVERSATIONS: list[dict[str, Any]] = [

@@ -8,8 +8,8 @@ vLLM schedules for itself, so a policy steers it by what is sent and when. Reque
 than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
 since, and `SupervisedEngine` opens another.
 
-Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine. What
-differs between versions is asked of signatures.
+Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine, and
+for what chats need (`vllm_chat`). What differs between versions is asked of signatures.
 """
 
 from __future__ import annotations
