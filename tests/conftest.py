@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -51,6 +52,37 @@ def make_tiny_model(request: pytest.FixtureRequest) -> Callable[..., Path]:
         return write_tiny_model(kind, path, tokenizer=tokenizer, **overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_tiny_adapter() -> Callable[..., Path]:
+    """A function that writes a tiny LoRA adapter; see `write_tiny_adapter`."""
+    return write_tiny_adapter
+
+
+def write_tiny_adapter(path: Path, *, seed: int = 0, hidden_size: int = 64, num_layers: int = 2) -> Path:
+    """Write a LoRA adapter of rank 8 for a tiny model, with weights so large that they change its outputs."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    generator = torch.Generator().manual_seed(seed)
+    path.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["down_proj"],
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    weights = {}
+    for layer in range(num_layers):
+        name = f"base_model.model.model.layers.{layer}.mlp.down_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, 2 * hidden_size, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(hidden_size, 8, generator=generator)
+    save_file(weights, path / "adapter_model.safetensors")
+    return path
 
 
 def write_tiny_model(

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, find_m
 from blendserve.jobs.sources import CHAT_URL, COMPLETIONS_URL
 from blendserve.outputs import CompletionOutput, Logprob, RequestOutput
 from blendserve.planner.plan import PlanConfig
-from blendserve.request import Completion, Failure, RequestTable, StepOutput
+from blendserve.request import Adapter, Completion, Failure, RequestTable, StepOutput
 from blendserve.sampling_params import SamplingParams
 from blendserve.scheduling.policies import POLICIES, PolicyName
 from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
@@ -97,6 +97,8 @@ _GENERATION_DEFAULTS = {
 }
 """key of generation_config.json to sampling parameter, as vLLM reads them"""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_ONLY_COMMAND = frozenset({"engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"})
+"""fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, and adapters come with calls"""
 
 
 IndexedOutput = tuple[int, RequestOutput]
@@ -142,6 +144,7 @@ class _Request(NamedTuple):
     params: SamplingParams
     extra: Mapping[str, Any]
     """further parameters of the body"""
+    lora_request: Any = None
 
 
 class LLM:
@@ -184,6 +187,7 @@ class LLM:
         self._is_closed = False
         self._busy = threading.Lock()
         self._request_numbers = itertools.count()
+        self._lora_requests: dict[Adapter, Any] = {}
         self._thread = ThreadPoolExecutor(1, "blendserve")
         self._config = JobConfig(
             InputConfig((), None if model is None else str(model), served_model_name),
@@ -209,13 +213,15 @@ class LLM:
         sampling_params: ParamsOf = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Any = None,
         priority: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
+
+        `lora_request` is vLLM's LoRARequest, of all prompts or one for each; for `engine="vllm"`, `enable_lora=True`.
 
         Where a prompt cannot run, nothing does, and where the engine fails on a request the others run to their end
         before an error is raised. With `on_error="return"` such prompts have an output with an `error` instead, and
@@ -226,8 +232,10 @@ class LLM:
             FailedRequestsError: requests failed; it has the outputs of all.
             EngineError: the engine cannot go on.
         """
-        requests = self._requests(_prompts(prompts), sampling_params, False, tokenization_kwargs)
-        _refuse(lora_request=lora_request, priority=priority, mm_processor_kwargs=mm_processor_kwargs)
+        requests = self._requests(
+            _prompts(prompts), sampling_params, False, tokenization_kwargs, lora_request
+        )
+        _refuse(priority=priority, mm_processor_kwargs=mm_processor_kwargs)
         return self._outputs(requests, use_tqdm, on_error)
 
     def generate_iter(
@@ -252,7 +260,7 @@ class LLM:
         messages: Sequence[Message] | Iterable[Sequence[Message]],
         sampling_params: ParamsOf = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Any = None,
         priority: None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string"] = "auto",
@@ -265,21 +273,25 @@ class LLM:
         *,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, in the model's chat template; otherwise as `generate`."""
+        """Answer a conversation, or each of several, in the model's chat template; otherwise as `generate`.
+
+        `tools` are for the template only, and for `engine="vllm"`: calls of them are in the text, as in vLLM's `LLM`.
+        """
         if chat_template_content_format not in ("auto", "string"):
             raise PromptError(
                 f"chat_template_content_format={chat_template_content_format!r} is not supported; leave it out"
             )
-        _refuse(lora_request=lora_request, priority=priority, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(priority=priority, mm_processor_kwargs=mm_processor_kwargs)
         extra = {
             "chat_template": chat_template,
             "add_generation_prompt": None if add_generation_prompt else False,
             "continue_final_message": continue_final_message or None,
             "tools": tools,
+            "tool_choice": "none" if tools else None,
             "chat_template_kwargs": chat_template_kwargs,
             **(tokenization_kwargs or {}),
         }
-        requests = self._requests(_conversations(messages), sampling_params, True, extra)
+        requests = self._requests(_conversations(messages), sampling_params, True, extra, lora_request)
         return self._outputs(requests, use_tqdm, on_error)
 
     def chat_iter(
@@ -391,8 +403,11 @@ class LLM:
         sampling_params: ParamsOf,
         is_chat: bool,
         extra: Mapping[str, Any] | None,
+        lora_request: Any = None,
     ) -> Iterator[_Request]:
         """Each prompt with its parameters."""
+        if lora_request and self._config.engine.engine != "vllm":
+            _refuse(lora_request=lora_request)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         given = {name: value for name, value in (extra or {}).items() if value is not None}
         paired: Iterable[tuple[Any, Any]]
@@ -400,6 +415,7 @@ class LLM:
             paired = itertools.zip_longest(prompts, params, fillvalue=_MISSING)
         else:
             paired = zip(prompts, itertools.repeat(params))
+        adapters = iter(lora_request) if isinstance(lora_request, list) else itertools.repeat(lora_request)
         for index, (prompt, of_prompt) in enumerate(paired):
             if prompt is _MISSING or of_prompt is _MISSING:
                 more, fewer = (
@@ -413,7 +429,14 @@ class LLM:
                     f"sampling_params are of type {type(of_prompt).__name__}; give blendserve.SamplingParams",
                     index,
                 )
-            yield _Request(prompt, is_chat, of_prompt, given)
+            adapter = next(adapters, _MISSING)
+            if adapter is _MISSING:
+                raise PromptError(
+                    f"there are {index} lora_requests and more prompts; give one for all, or one for each"
+                )
+            yield _Request(prompt, is_chat, of_prompt, given, adapter)
+        if isinstance(lora_request, list) and next(adapters, _MISSING) is not _MISSING:
+            raise PromptError("there are more lora_requests than prompts; give one for all, or one for each")
 
     def _outputs(
         self, requests: Iterable[_Request], use_tqdm: bool | Callable[..., Any], on_error: OnError
@@ -506,7 +529,7 @@ class LLM:
                 if engine.forwards:
                     _check_forwarded(request)
                     body["model"] = self._files.name
-                yield row_of_body(
+                row = row_of_body(
                     body,
                     CHAT_URL if request.is_chat else COMPLETIONS_URL,
                     line=index + 1,
@@ -516,17 +539,28 @@ class LLM:
                 )
             except RequestError as error:
                 yield LineError.of(error, index + 1, number)
+                continue
+            adapter = None
+            if request.lora_request is not None:
+                adapter = Adapter(request.lora_request.lora_name, request.lora_request.lora_path)
+                self._lora_requests[adapter] = request.lora_request
+            row.params = replace(row.params, chat=b"", adapter=adapter)  # answers are left as they come
+            yield row
 
     def _output(self, prepared: Prepared, request: int, answer: Answer, text: str | None) -> RequestOutput:
         row = prepared.rows[answer.row_index]
         if isinstance(answer.result, Failure):
             return _failed_output(row.custom_id, text, answer.result)
         token_ids: list[int] | None = prepared.requests.tokens[request].tolist()
+        raw = prepared.requests.raw
         if self._config.engine.forwards and (text is not None or row.url == CHAT_URL):
             token_ids = None  # the server's own are not known
+        elif raw is not None and raw[request].body and not self._config.engine.forwards:
+            token_ids = None  # those of a chat with images are vLLM's
         elif row.url == CHAT_URL and isinstance(self._tokenizer, Tokenizer):
             text = self._tokenizer.decode(token_ids or [], skip_special_tokens=False)
         server_answer = answer.result[0].body
+        adapter = prepared.requests.sampling_params(request).adapter
         return RequestOutput(
             request_id=row.custom_id,
             prompt=text,
@@ -534,6 +568,7 @@ class LLM:
             outputs=[self._completion_output(*item) for item in enumerate(answer.result)]
             if server_answer is None
             else [_server_output(choice) for choice in server_answer.get("choices") or ()],
+            lora_request=None if adapter is None else self._lora_requests[adapter],
             num_cached_tokens=min(completion.num_cached_tokens for completion in answer.result),
         )
 
@@ -568,7 +603,7 @@ _MISSING = object()
 
 def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of an engine; every option is taken, refused, or said to do nothing."""
-    known = {field.name for field in fields(EngineConfig)} - {"engine"}
+    known = {field.name for field in fields(EngineConfig)} - _ONLY_COMMAND
     if engine == "vllm":
         known -= NATIVE_ONLY
     values: dict[str, Any] = {"engine": engine}

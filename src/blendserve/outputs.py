@@ -57,7 +57,7 @@ class RequestOutput:
     """empty where `error` is set"""
     finished: bool = True
     metrics: Any = None
-    lora_request: None = None
+    lora_request: Any = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int | None = None

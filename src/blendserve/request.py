@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.tokens import PromptTokens
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: the name that lines call it by, and where it is."""
+
+    name: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,11 @@ class SamplingParams:
     logprobs: int | None = None
     extra: bytes = b""
     """JSON object of what only some engines can do, by the names of vLLM's SamplingParams; empty: nothing"""
+    chat: bytes = b""
+    """JSON object of what an answer in a chat is read with, by the names of vLLM's ChatCompletionRequest: tools and the
+    like; empty: the answer is text as it comes"""
+    adapter: Adapter | None = None
+    """None: the model as it is"""
 
 
 class RawRequest(NamedTuple):
@@ -46,6 +58,27 @@ class RawRequest(NamedTuple):
     """path, such as /v1/chat/completions"""
     body: bytes
     """a JSON object"""
+
+
+class RawRequests(Sequence[RawRequest]):
+    """Some of a sequence of requests, which are read when asked for."""
+
+    def __init__(self, requests: Sequence[RawRequest], chosen: NDArray[np.integer]) -> None:
+        self._requests = requests
+        self._chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, request: int) -> RawRequest: ...
+    @overload
+    def __getitem__(self, request: slice) -> list[RawRequest]: ...
+    def __getitem__(self, request: int | slice) -> RawRequest | list[RawRequest]:
+        """A request, by its place among those chosen."""
+        if isinstance(request, slice):
+            return [self._requests[int(index)] for index in self._chosen[request]]
+        return self._requests[int(self._chosen[request])]
 
 
 @dataclass(slots=True)
@@ -70,7 +103,8 @@ class RequestTable:
     that neither its place in the file nor what ran before changes what it draws"""
     raw: Sequence[RawRequest] | None = None
     """[num_requests] the requests as they were written, for engines that forward them; a request is then a line with
-    all its completions, and the other columns serve planning only"""
+    all its completions, and the other columns serve planning only. For vLLM those with images, audio or video, whose
+    tokens are a likeness for planning; the others have no body"""
 
     def __post_init__(self) -> None:
         num_requests = len(self.tokens)
@@ -82,6 +116,15 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def adapter_index(self) -> NDArray[np.int32] | None:
+        """[num_requests] which adapter a request runs with, 0 for none; None where all run with the same."""
+        numbers: dict[Adapter | None, int] = {None: 0}
+        by_params = [numbers.setdefault(params.adapter, len(numbers)) for params in self.params]
+        if len(set(by_params)) <= 1:
+            return None
+        return np.asarray(by_params, dtype=np.int32)[self.params_index]
 
     @property
     def prompt_tokens(self) -> NDArray[np.int32]:
@@ -97,7 +140,7 @@ class RequestTable:
             params=self.params,
             params_index=self.params_index[requests],
             seeds=self.seeds[requests],
-            raw=None if self.raw is None else [self.raw[int(request)] for request in requests],
+            raw=None if self.raw is None else RawRequests(self.raw, requests),
         )
 
     def sampling_params(self, request: int) -> SamplingParams:
@@ -130,6 +173,10 @@ class Completion:
     """prompt tokens whose KV came from the prefix cache or from another request of the same step"""
     output_tokens_est: int = 0
     """output tokens that were expected when the request was admitted; 0 where the engine does not tell"""
+    message: dict[str, Any] | None = None
+    """the assistant's message where the engine read it out of the text: its reasoning, its tool calls"""
+    num_reasoning_tokens: int | None = None
+    """output tokens of the reasoning; None where the engine does not tell it apart"""
     body: dict[str, Any] | None = None
     """the whole answer as a server gave it, where the request was forwarded; there are no token ids then"""
 

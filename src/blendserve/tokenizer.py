@@ -118,6 +118,8 @@ class Tokenizer:
     ) -> str:
         """The prompt that the model's chat template makes of messages; encode it without special tokens.
 
+        Where the template knows no developers, their messages are the system's, and all of that are the first message.
+
         Raises:
             RequestError: There is no template, or it cannot render these messages.
         """
@@ -139,7 +141,7 @@ class Tokenizer:
             )
         try:
             prompt: str = self._tokenizer.apply_chat_template(
-                messages,
+                self._known_roles(messages, tools),
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -157,6 +159,22 @@ class Tokenizer:
                 param="messages",
             ) from error
         return prompt
+
+    def _known_roles(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """The messages without developers that the template does not know. Source: vLLM's HfRenderer."""
+        if all(message["role"] != "developer" for message in messages):
+            return messages
+        template = self._tokenizer.get_chat_template(None, tools=tools)
+        if '"developer"' in template or "'developer'" in template:
+            return messages
+        is_system = [message["role"] in ("system", "developer") for message in messages]
+        if is_system[0] and not any(is_system[1:]):
+            return [{**messages[0], "role": "system"}, *messages[1:]]
+        texts = [message["content"] for message, is_ours in zip(messages, is_system, strict=True) if is_ours]
+        others = [message for message, is_ours in zip(messages, is_system, strict=True) if not is_ours]
+        return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens without any clean-up of spaces; unknown ids give nothing."""

@@ -267,7 +267,7 @@ def test_bad_prompts_and_parameters(llm: LLM, prompt: Any, params: SamplingParam
 def test_arguments_that_cannot_be_honoured(llm: LLM) -> None:
     hello = [{"role": "user", "content": "Hi"}]
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("lora_request", lambda: llm.generate("a", GREEDY, lora_request=object())),  # type: ignore[arg-type]
+        ("lora_request", lambda: llm.generate("a", GREEDY, lora_request=object())),
         ("priority", lambda: llm.generate("a", GREEDY, priority=[1])),  # type: ignore[arg-type]
         ("tools", lambda: llm.chat(hello, GREEDY, tools=[{"type": "function"}])),
         ("chat_template", lambda: llm.chat(hello, GREEDY, chat_template="{{ x }}")),

@@ -106,6 +106,21 @@ class TestChat:
         rendered = tokenizer.render_chat(QUESTION, tools=tools, chat_template_kwargs={"mood": "calm"})
         assert rendered == "look_up calm"
 
+    def test_developers_are_the_system_where_the_template_knows_none(
+        self, byte_level: Tokenizer, bundled_model: ModelFiles, tmp_path: Path
+    ) -> None:
+        developer = {"role": "developer", "content": "Be brief."}
+        system = {"role": "system", "content": "You are a poet."}
+        alone = byte_level.render_chat([developer, *QUESTION])
+        assert alone == byte_level.render_chat([{**developer, "role": "system"}, *QUESTION])
+        both = byte_level.render_chat([system, *QUESTION, developer])
+        merged = {"role": "system", "content": "You are a poet.\n\nBe brief."}
+        assert both == byte_level.render_chat([merged, *QUESTION])
+        knowing = with_template(
+            bundled_model, tmp_path, "{{ messages[0].role }}{# messages[0].role == 'developer' #}"
+        )
+        assert knowing.render_chat([developer, *QUESTION]) == "developer"
+
     @pytest.mark.parametrize(
         "messages",
         [[], [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": [{}]}]],

@@ -248,6 +248,38 @@ EngineArgs = Annotated[
         metavar="FILE.yaml", help="The same from a file, one name: value a line.", rich_help_panel=VLLM_PANEL
     ),
 ]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What reads tool calls out of answers, by vLLM's name, e.g. hermes; with --enable-auto-tool-choice.",
+        rich_help_panel=VLLM_PANEL,
+    ),
+]
+EnableAutoToolChoice = Annotated[
+    bool,
+    typer.Option(
+        "--enable-auto-tool-choice",
+        help="Let lines with tools have them called; needs --tool-call-parser.",
+        rich_help_panel=VLLM_PANEL,
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What tells reasoning from the answer, by vLLM's name, e.g. qwen3.",
+        rich_help_panel=VLLM_PANEL,
+    ),
+]
+LoraModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=PATH",
+        help="LoRA adapter for the lines whose model is NAME; again for another. Needs --engine-arg enable_lora=true.",
+        rich_help_panel=VLLM_PANEL,
+    ),
+]
 MaxEngineRestarts = Annotated[
     int,
     typer.Option(
@@ -434,7 +466,38 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         kv_cache_tokens=options.get("kv_cache_tokens"),
         engine_process=options.get("engine_process", ENGINE_DEFAULTS.engine_process),
         engine_args=parse_engine_args(options.get("engine_args"), options.get("engine_arg") or ()),
+        tool_call_parser=options["tool_call_parser"],
+        enable_auto_tool_choice=options["enable_auto_tool_choice"],
+        reasoning_parser=options.get("reasoning_parser"),
+        lora_modules=parse_lora_modules(options["lora_modules"] or ()),
     )
+
+
+def parse_lora_modules(modules: Sequence[str]) -> dict[str, str]:
+    """Path by name of `name=path`, or of the JSON objects that vLLM takes as well.
+
+    Raises:
+        ConfigError: not of this form, or a name is there twice.
+    """
+    paths: dict[str, str] = {}
+    for module in modules:
+        name, _, path = module.partition("=")
+        if module.lstrip().startswith("{"):
+            try:
+                found = json.loads(module)
+            except ValueError as error:
+                raise ConfigError(f"--lora-modules {module} is not JSON: {error}") from error
+            if more := found.keys() - {"name", "path", "base_model_name"}:
+                raise ConfigError(
+                    f"--lora-modules {module}: there is no {', '.join(sorted(more))}; leave it out"
+                )
+            name, path = str(found.get("name") or ""), str(found.get("path") or "")
+        if not (name and path):
+            raise ConfigError(f"--lora-modules {module}: write NAME=PATH, e.g. sql=./adapters/sql")
+        if name in paths:
+            raise ConfigError(f"--lora-modules names {name!r} twice; give each adapter its own name")
+        paths[name] = path
+    return paths
 
 
 def parse_engine_args(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:

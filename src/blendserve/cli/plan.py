@@ -23,6 +23,7 @@ from blendserve.cli.options import (
     ColumnMapping,
     DeviceOption,
     DtypeOption,
+    EnableAutoToolChoice,
     Endpoint,
     Engine,
     FreeUnusedPrefixes,
@@ -31,6 +32,7 @@ from blendserve.cli.options import (
     KvCacheMemory,
     Limit,
     LoadFormatOption,
+    LoraModules,
     MaxLineBytes,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -45,13 +47,14 @@ from blendserve.cli.options import (
     SplitBudget,
     SplitGap,
     Strict,
+    ToolCallParser,
     engine_config,
     input_config,
     plan_config,
 )
 from blendserve.cli.progress import ProgressDisplay
 from blendserve.engines import EngineConfig, open_engine
-from blendserve.jobs.openai_format import shown
+from blendserve.jobs.body import shown
 from blendserve.jobs.publish import InputOrder
 from blendserve.jobs.setup import DEFAULT_POLICY, JobConfig, PlannedJob, find_model, plan_job
 from blendserve.jobs.sources import Source
@@ -95,6 +98,9 @@ def plan_command(
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
     free_unused_prefixes: FreeUnusedPrefixes = True,
+    tool_call_parser: ToolCallParser = None,
+    enable_auto_tool_choice: EnableAutoToolChoice = False,
+    lora_modules: LoraModules = None,
     sample_ratio: SampleRatio = PLAN_DEFAULTS.sample_ratio,
     min_samples_per_subtree: MinSamples = PLAN_DEFAULTS.min_samples_per_subtree,
     split_budget: SplitBudget = PLAN_DEFAULTS.order.split_budget,

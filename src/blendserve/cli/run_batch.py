@@ -22,6 +22,8 @@ _RENAMED = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
 """flags of vLLM's that have another name in `run`"""
 _COUNTS = frozenset({"--max-model-len", "--max-num-batched-tokens"})
 """flags that vLLM takes with a unit, such as 4k"""
+_OF_MANY = frozenset({"--lora-modules"})
+"""flags that vLLM takes with several values, and `run` once for each"""
 _ALREADY_SO = frozenset({"--disable-log-requests", "--disable-log-stats", "--no-enable-log-requests"})
 """flags without a value that ask for what is so here anyway"""
 _INSTEAD = {
@@ -131,7 +133,9 @@ def translated(arguments: list[str], run: TyperCommand) -> list[str]:
         name = _RENAMED.get(flag, flag)
         if name in _ALREADY_SO and not values:
             continue
-        if name in flags:
+        if name in _OF_MANY:
+            found += [part for value in values for part in (name, value)]
+        elif name in flags:
             if name not in _COUNTS or len(values) != 1:
                 found += [name, *values]
             elif values[0] not in ("auto", "-1"):

@@ -131,6 +131,14 @@ class EngineConfig:
     """tokens of KV cache that the server has"""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """further arguments of vLLM's engine"""
+    tool_call_parser: str | None = None
+    """vLLM's name of what reads tool calls out of answers"""
+    enable_auto_tool_choice: bool = False
+    """let models decide whether to call a tool; as in vLLM, needed for any tool choice but none"""
+    reasoning_parser: str | None = None
+    """vLLM's name of what tells reasoning from the answer"""
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    """LoRA adapters, path by name: lines whose model is one of the names run with it"""
 
     @property
     def forwards(self) -> bool:
@@ -143,9 +151,18 @@ class EngineConfig:
         return self.engine == "vllm"
 
     @property
+    def reads_tool_calls(self) -> bool:
+        """Whether the engine reads tool calls out of answers."""
+        return self.enable_auto_tool_choice and self.tool_call_parser is not None
+
+    @property
     def output_engine_args(self) -> dict[str, Any]:
-        """Those of `engine_args` that change what is generated."""
-        return {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
+        """Of vLLM's options, those that change what is generated or how it is read."""
+        found = {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
+        for name in ("tool_call_parser", "reasoning_parser", "lora_modules"):
+            if value := getattr(self, name):
+                found[name] = value
+        return found
 
     @property
     def on_cuda(self) -> bool:
@@ -174,6 +191,7 @@ class EngineConfig:
                 raise ConfigError(
                     "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
                 )
+            self._check_no_vllm()
             return
         if self.on_cuda and importlib.util.find_spec("triton") is None:
             raise ConfigError(
@@ -181,11 +199,8 @@ class EngineConfig:
             )
         if self.engine == "vllm":
             self._check_vllm()
-        elif self.engine_args:
-            raise ConfigError(
-                f"--engine-arg {next(iter(self.engine_args))} is for --engine vllm and does nothing with "
-                f"--engine {self.engine}; leave it out, or add --engine vllm"
-            )
+        else:
+            self._check_no_vllm()
         given = {
             "--base-url": self.base_url,
             "--api-key-env": self.api_key_env,
@@ -200,6 +215,21 @@ class EngineConfig:
                     f"leave it out, or add --engine openai"
                 )
 
+    def _check_no_vllm(self) -> None:
+        given = {
+            f"--engine-arg {next(iter(self.engine_args), None)}": self.engine_args,
+            "--tool-call-parser": self.tool_call_parser,
+            "--enable-auto-tool-choice": self.enable_auto_tool_choice,
+            "--reasoning-parser": self.reasoning_parser,
+            "--lora-modules": self.lora_modules,
+        }
+        for flag, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{flag} is for --engine vllm and does nothing with --engine {self.engine}; "
+                    "leave it out, or add --engine vllm"
+                )
+
     def _check_vllm(self) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
@@ -210,10 +240,25 @@ class EngineConfig:
                 f"--attention-backend {self.attention_backend} is for --engine native; "
                 "vLLM's is chosen with --engine-arg attention_backend=..."
             )
-        if self.engine_args:  # before anything is read, though vLLM takes seconds to load
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            given, lacking = "--tool-call-parser", "--enable-auto-tool-choice"
+            if self.enable_auto_tool_choice:
+                given, lacking = lacking, given
+            raise ConfigError(f"{given} does nothing without {lacking}; give both, or neither")
+        if self.lora_modules and not self.engine_args.get("enable_lora"):
+            raise ConfigError("--lora-modules needs --engine-arg enable_lora=true")
+        for name, path in self.lora_modules.items():
+            if Path(path).is_dir() and not (Path(path) / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"--lora-modules {name}={path}: the folder has no adapter_config.json; name that of an adapter"
+                )
+        # Before anything is read, though vLLM takes seconds to load.
+        if self.engine_args or self.tool_call_parser or self.reasoning_parser:
             from blendserve.engines.vllm import check_engine_args
+            from blendserve.engines.vllm_chat import check_parsers
 
             check_engine_args(self.engine_args)
+            check_parsers(self.tool_call_parser, self.reasoning_parser)
 
     def hardware_spec(self) -> HardwareSpec:
         """The profile, with the limits given here in place of its own.
@@ -263,8 +308,11 @@ class EngineConfig:
             element_bytes = dtype_bytes(self.dtype, self.device)
         elif self.engine == "vllm" and self.dtype == "float32":
             element_bytes = 4.0
+        config = files.config
+        if self.engine == "vllm" and isinstance(config.get("text_config"), dict):
+            config = config["text_config"]  # of a model that takes images or audio
         model = ModelSpec.from_config(
-            files.config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
+            config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
         )
         return CostModel(model, self.hardware_spec())
 
@@ -322,6 +370,8 @@ def open_engine(
             dtype=config.dtype,
             num_threads=config.num_threads,
             engine_args=config.engine_args,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
     executor: Executor
     if config.engine == "simulated":

@@ -8,8 +8,8 @@ vLLM schedules for itself, so a policy steers it by what is sent and when. Reque
 than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
 since, and `SupervisedEngine` opens another.
 
-Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine. What
-differs between versions is asked of signatures.
+Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine, and
+for what chats need (`vllm_chat`). What differs between versions is asked of signatures.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from blendserve.cost_model import CostModel
+from blendserve.engines.vllm_chat import ChatAnswer, ChatReader, render_media
 from blendserve.errors import ConfigError, EngineDiedError
 from blendserve.request import (
+    Adapter,
     Completion,
     Failure,
     RequestTable,
@@ -77,6 +79,7 @@ _OURS = {
     "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "dtype": "--dtype",
+    "reasoning_parser": "--reasoning-parser",
 }
 """engine arguments that are set from here, with the options they are set by"""
 
@@ -146,6 +149,7 @@ class VLLMEngine:
         dtype: "auto" leaves it to vLLM.
         num_threads: on a CPU; None: all cores where they are few, else vLLM's choice.
         engine_args: further arguments of vLLM's `EngineArgs`.
+        tool_call_parser, reasoning_parser: what answers in chats are read with, by vLLM's names; None: not at all.
 
     Raises:
         ConfigError: there is no vLLM, or it cannot run the model with these options.
@@ -166,6 +170,8 @@ class VLLMEngine:
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         num_threads: int | None = None,
         engine_args: Mapping[str, Any] | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         engine_class, args_class = _import_vllm()
         further = dict(engine_args or {})
@@ -184,6 +190,7 @@ class VLLMEngine:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "dtype": None if dtype == "auto" else dtype,
+            "reasoning_parser": reasoning_parser,
         }
         arguments = {name: value for name, value in options.items() if value is not None} | further
         arguments |= {"model": str(folder), "scheduling_policy": "fcfs", "disable_log_stats": False}
@@ -205,6 +212,8 @@ class VLLMEngine:
         self._caller = None if self._children.is_empty else caller
         self._has_tokenizer = not further.get("skip_tokenizer_init")
         self._make_params = _params_maker(detokenize=self._has_tokenizer)
+        self._adapters: dict[Adapter, Any] = {}
+        """LoRA adapters that are loaded, as vLLM's LoRARequests"""
         self._make_prompt = _prompt_maker()
         self._ids = itertools.count()
         self._is_admitting = True
@@ -224,6 +233,13 @@ class VLLMEngine:
             kv_cache_bytes=self.kv_capacity_tokens * cost_model.model.kv_bytes_per_token,
         )
         self.cost_model = CostModel(cost_model.model, hardware)
+        self._reader: ChatReader | None = None
+        if tool_call_parser is not None or reasoning_parser is not None:
+            try:
+                self._reader = ChatReader(self._engine, tool_call_parser, reasoning_parser)
+            except BaseException:
+                self.close()
+                raise
 
     def _open(self, engine_class: Any, arguments: Any) -> Any:
         from vllm.usage.usage_lib import UsageContext
@@ -250,7 +266,7 @@ class VLLMEngine:
             step_s=self.cost_model.step_cost(hardware.max_num_batched_tokens, 0).step_s,
         )
         self._is_admitting = True
-        sent: dict[str, int] = {}
+        sent: dict[str, _Sent] = {}
         id_of: dict[int, str] = {}
         num_steps = 0
         started_s = before_s = time.perf_counter()
@@ -263,21 +279,21 @@ class VLLMEngine:
                         self._abort([id_of.pop(request) for request in withdrawn], sent)
                     for request in admitted:
                         request_id = f"{next(self._ids)}"
-                        failure = self._send(request_id, requests, request, list(sent.values()))
-                        if failure is None:
-                            sent[request_id] = request
-                            id_of[request] = request_id
+                        outcome = self._send(request_id, requests, request, _numbers(sent))
+                        if isinstance(outcome, Failure):
+                            results.append((request, outcome))
                         else:
-                            results.append((request, failure))
+                            sent[request_id] = outcome
+                            id_of[request] = request_id
                 facts = _StepFacts()
                 if sent:
-                    outputs = self._step(list(sent.values()))
+                    outputs = self._step(_numbers(sent))
                     num_steps += 1
                     facts = self._log.take()
                     for output in outputs:
                         if output.finished and (done := sent.pop(output.request_id, None)) is not None:
-                            del id_of[done]
-                            results.append((done, _result(output, requests, done)))
+                            del id_of[done.request]
+                            results.append((done.request, _result(output, requests, done)))
                 lengths = [
                     (request, result.num_output_tokens if isinstance(result, Completion) else None)
                     for request, result in results
@@ -315,28 +331,78 @@ class VLLMEngine:
 
     def _send(
         self, request_id: str, requests: RequestTable, request: int, running: list[int]
-    ) -> Failure | None:
+    ) -> _Sent | Failure:
         """Put a request into vLLM's line; why not, if it refuses.
 
         Raises:
             EngineDiedError: vLLM has died, with the requests `running`.
         """
+        params = requests.sampling_params(request)
+        answer = None
         try:
-            params = self._make_params(
-                requests.sampling_params(request),
-                int(requests.max_tokens[request]),
-                int(requests.seeds[request]),
+            if self._reader is not None and params.chat:
+                constraint = orjson.loads(params.extra or b"{}").get("structured_outputs")
+                answer = self._reader.open(
+                    params.chat, constraint, skip_special_tokens=params.skip_special_tokens
+                )
+            vllm_params = self._make_params(
+                params, int(requests.max_tokens[request]), int(requests.seeds[request]), answer
             )
-            self._engine.add_request(request_id, self._make_prompt(requests.tokens[request].tolist()), params)
+            media = b"" if requests.raw is None else requests.raw[request].body
+            if media:
+                prompt = render_media(self._engine, media)
+                token_ids = list(prompt["prompt_token_ids"])
+            else:
+                token_ids = requests.tokens[request].tolist()
+                prompt = self._make_prompt(token_ids)
+            further = {}
+            if params.adapter is not None:
+                further["lora_request"] = self._loaded(params.adapter, running)
+            if answer is not None and vllm_params.structured_outputs is not None:
+                # Only the request in the core's form says where the constraint begins.
+                prompt = self._engine.input_processor.process_inputs(
+                    request_id, prompt, vllm_params, self._engine.get_supported_tasks(), **further
+                )
+                prompt.reasoning_ended, prompt.reasoning_parser_kwargs = answer.reasoning(token_ids)
+            self._engine.add_request(request_id, prompt, vllm_params, **further)
+        except EngineDiedError:
+            raise
         except Exception as error:  # whatever its checks and its encoder raise
             if _is_death(error) or self._children.dead is not None:
                 raise self._died(error, running) from error
             with contextlib.suppress(Exception):  # a request that could not be encoded is known to it already
                 self._engine.abort_request([request_id])
             return _refusal(error)
-        return None
+        return _Sent(request, answer)
 
-    def _abort(self, request_ids: list[str], sent: dict[str, int]) -> None:
+    def _loaded(self, adapter: Adapter, running: list[int]) -> Any:
+        """A LoRA adapter, loaded before a request needs it: a worker that cannot would end.
+
+        Raises:
+            ValueError: vLLM cannot load it.
+            EngineDiedError: vLLM has died, with the requests `running`.
+        """
+        if adapter in self._adapters:
+            return self._adapters[adapter]
+        from vllm.lora.request import LoRARequest
+
+        if self._engine.vllm_config.lora_config is None:
+            raise ValueError("LoRA adapters need --engine-arg enable_lora=true")
+        lora_request = LoRARequest(adapter.name, len(self._adapters) + 1, adapter.path)
+        try:
+            self._called(lambda: [self._engine.add_lora(lora_request)], running)
+        except EngineDiedError:
+            raise
+        except Exception as error:  # it sends on whatever its worker raises
+            if _is_death(error):
+                raise
+            raise ValueError(
+                f"the adapter {adapter.name!r} of {adapter.path} cannot be loaded: {error}"
+            ) from error
+        self._adapters[adapter] = lora_request
+        return lora_request
+
+    def _abort(self, request_ids: list[str], sent: dict[str, _Sent]) -> None:
         for request_id in request_ids:
             sent.pop(request_id)
         try:
@@ -348,27 +414,35 @@ class VLLMEngine:
     def _step(self, running: list[int]) -> list[Any]:
         """One step of vLLM's.
 
-        Its client waits for ever where the engine core was killed, so the call is made by a thread, and the
-        processes are watched here.
-
         Raises:
             EngineDiedError: nothing can run any more.
         """
         try:
-            if self._caller is None:
-                return list(self._engine.step())
-            self._caller.call(self._engine.step)
-            while (outputs := self._caller.outcome(LIVENESS_CHECK_S)) is None:
-                if self._children.dead is not None:
-                    outputs = self._caller.outcome(LIVENESS_CHECK_S)  # it may have been told by now
-                    if outputs is None:
-                        raise self._died(None, running)
-                    break
-            return outputs
+            return self._called(self._engine.step, running)
         except EngineDiedError:
             raise
         except Exception as error:  # whatever a model, a kernel or an allocator raises
             raise self._died(error, running) from error
+
+    def _called(self, function: Callable[[], list[Any]], running: list[int]) -> list[Any]:
+        """What a function returns that waits for vLLM's processes.
+
+        Its client waits for ever where the engine core was killed, so the call is made by a thread, and the
+        processes are watched here. Raises what the function raises.
+
+        Raises:
+            EngineDiedError: they have ended.
+        """
+        if self._caller is None:
+            return list(function())
+        self._caller.call(function)
+        while (outputs := self._caller.outcome(LIVENESS_CHECK_S)) is None:
+            if self._children.dead is not None:
+                outputs = self._caller.outcome(LIVENESS_CHECK_S)  # it may have been told by now
+                if outputs is None:
+                    raise self._died(None, running)
+                break
+        return outputs
 
     def _died(self, error: Exception | None, running: list[int]) -> EngineDiedError:
         self._is_dead = True
@@ -400,17 +474,33 @@ class VLLMEngine:
 # -------- requests and results --------
 
 
-def _params_maker(*, detokenize: bool) -> Callable[[SamplingParams, int, int], Any]:
-    """A function from our sampling parameters, most tokens and a seed to vLLM's."""
+class _Sent(NamedTuple):
+    """A request that vLLM has."""
+
+    request: int
+    answer: ChatAnswer | None
+    """how to read its answer; None: as text"""
+
+
+def _numbers(sent: Mapping[str, _Sent]) -> list[int]:
+    return [one.request for one in sent.values()]
+
+
+def _params_maker(*, detokenize: bool) -> Callable[[SamplingParams, int, int, ChatAnswer | None], Any]:
+    """A function from our sampling parameters, most tokens, a seed and what reads the answer to vLLM's."""
     import vllm.sampling_params as vllm_params
 
     kind = vllm_params.RequestOutputKind.FINAL_ONLY
     known = set(inspect.signature(vllm_params.SamplingParams).parameters)
 
-    def make(params: SamplingParams, max_tokens: int, seed: int) -> Any:
+    def make(params: SamplingParams, max_tokens: int, seed: int, answer: ChatAnswer | None) -> Any:
         extra = orjson.loads(params.extra) if params.extra else {}
         constraint = extra.pop("structured_outputs", None)
-        if constraint is not None:
+        shown = {"skip_special_tokens": params.skip_special_tokens}
+        if answer is not None:
+            extra["structured_outputs"] = answer.structured_outputs
+            shown = answer.sampling_params
+        elif constraint is not None:
             if "structured_outputs" in known:
                 extra["structured_outputs"] = vllm_params.StructuredOutputsParams(**constraint)
             else:  # its name before 0.11
@@ -429,10 +519,10 @@ def _params_maker(*, detokenize: bool) -> Callable[[SamplingParams, int, int], A
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
             max_tokens=max_tokens,
-            skip_special_tokens=params.skip_special_tokens,
             logprobs=params.logprobs,
             detokenize=detokenize,
             output_kind=kind,
+            **shown,
             **extra,
         )
 
@@ -458,17 +548,18 @@ def _refusal(error: Exception) -> Failure:
     return Failure("invalid_request", message, param, 400) if is_request else Failure("engine_error", message)
 
 
-def _result(output: Any, requests: RequestTable, request: int) -> Result:
+def _result(output: Any, requests: RequestTable, sent: _Sent) -> Result:
     """The result out of a finished output of vLLM's."""
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return Failure(
             "engine_error", f"vLLM ended this request with finish_reason {completion.finish_reason!r}"
         )
-    num_prompt_tokens = int(requests.prompt_tokens[request])
+    request = sent.request
+    prompt = list(output.prompt_token_ids)
     params = requests.sampling_params(request)
     token_ids = list(completion.token_ids)
-    return Completion(
+    result = Completion(
         token_ids=token_ids,
         text=completion.text,
         finish_reason=completion.finish_reason,
@@ -479,9 +570,21 @@ def _result(output: Any, requests: RequestTable, request: int) -> Result:
             _token_logprob(token_id, place, params.logprobs)
             for token_id, place in zip(token_ids, completion.logprobs or (), strict=True)
         ],
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=min(output.num_cached_tokens or 0, num_prompt_tokens),
+        num_prompt_tokens=len(prompt),
+        num_cached_tokens=min(output.num_cached_tokens or 0, len(prompt)),
     )
+    if sent.answer is not None:
+        try:
+            read = sent.answer.read(result.text, token_ids, result.finish_reason, prompt)
+        except Exception as error:  # parsers raise whatever their regular expressions and grammars do
+            return Failure(
+                "engine_error", f"vLLM's parser cannot read the answer ({type(error).__name__}: {error})"
+            )
+        result.message, result.finish_reason = read.message, read.finish_reason
+        result.num_reasoning_tokens = read.num_reasoning_tokens
+        if not read.has_logprobs:
+            result.logprobs = None
+    return result
 
 
 def _token_logprob(token_id: int, place: Mapping[int, Any], num_top: int) -> TokenLogprob:

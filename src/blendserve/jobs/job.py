@@ -283,7 +283,7 @@ class Job:
         """Count a result and write its line if that has all its completions."""
         if isinstance(result, Completion):
             planned = int(self._prepared.requests.prompt_tokens[request])
-            counted = planned if result.body is None else result.num_prompt_tokens
+            counted = result.num_prompt_tokens or (planned if result.body is None else 0)
             self.progress.num_prompt_tokens += counted
             self.progress.num_cached_tokens += result.num_cached_tokens
             self.progress.num_output_tokens += result.num_output_tokens
@@ -306,11 +306,13 @@ class Job:
                 )
             )
             return
+        adapter = self._prepared.requests.sampling_params(request).adapter
         line = success_line(
             row,
             answer.result,
-            model=self._model,
-            num_prompt_tokens=int(self._prepared.requests.prompt_tokens[request]),
+            model=self._model if adapter is None else adapter.name,
+            num_prompt_tokens=answer.result[0].num_prompt_tokens
+            or int(self._prepared.requests.prompt_tokens[request]),
             tokenizer=self._tokenizer,
         )
         self._store.write_result(line)

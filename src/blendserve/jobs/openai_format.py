@@ -23,6 +23,8 @@ from uuid import uuid4
 import orjson
 
 from blendserve.errors import RequestError
+from blendserve.jobs.body import invalid, require, shown
+from blendserve.jobs.chat import CHAT_PARAMETERS, parse_chat
 from blendserve.jobs.sources import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -50,7 +52,6 @@ _SINGLE_KEYS = ("custom_id", "method", "url", "body", "model", "messages", "prom
 """keys of a line or body that decide what is run: twice in one object is an error, not a choice of ours"""
 _SINGLE_KEYS_AS_TEXT = tuple(f'"{key}"'.encode() for key in _SINGLE_KEYS)
 _CUSTOM_ID_IN_TEXT = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){1,1024}")')
-_ROLES = ("system", "developer", "user", "assistant")
 
 _HONOURED = frozenset(
     {
@@ -89,7 +90,6 @@ _IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
-        "parallel_tool_calls",
         "stream_options",
         "stream_interval",
         "priority",
@@ -129,6 +129,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_embeds": (),
@@ -169,8 +170,9 @@ _EXTRA = (
     "repetition_penalty",
     "response_format",
     "structured_outputs",
+    "thinking_token_budget",
 )
-"""Those of `_UNSUPPORTED` that some engines can do."""
+"""Those of `_UNSUPPORTED` that some engines can do, beside `CHAT_PARAMETERS` in chats."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 """keys of 'structured_outputs' of which there is one"""
 _CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -253,9 +255,12 @@ class Row:
     """expected output length, a hint"""
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     body: bytes | None = None
     """the body to forward; `prompt` is then a likeness for planning, whatever the url"""
+    media: bytes | None = None
+    """see `Chat.media`"""
     file: str | None = None
     num_bytes: int = field(default=0, compare=False)
     """length of the line"""
@@ -289,13 +294,14 @@ def read_rows(
     column_mapping: Mapping[str, str] | None = None,
     pass_through: bool = False,
     extra_parameters: bool = False,
+    reads_tool_calls: bool = False,
 ) -> Iterator[Row | LineError]:
     """Every line of the sources that is not blank, in order.
 
     `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
     `pass_through` bodies are kept as they are, for a server to judge; with `extra_parameters` penalties, structured
-    outputs and the like are put into `SamplingParams.extra` instead of refused. For the other options see
-    `sources.read_lines`.
+    outputs and the like are put into `SamplingParams.extra`, and tools into `SamplingParams.chat`, instead of refused;
+    `reads_tool_calls` says that tool calls can be read out of answers. For the other options see `sources.read_lines`.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -314,6 +320,7 @@ def read_rows(
                 file=file,
                 pass_through=pass_through,
                 extra_parameters=extra_parameters,
+                reads_tool_calls=reads_tool_calls,
             )
 
 
@@ -325,6 +332,7 @@ def parse_line(
     file: str | None = None,
     pass_through: bool = False,
     extra_parameters: bool = False,
+    reads_tool_calls: bool = False,
 ) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
     custom_id = None
@@ -343,6 +351,7 @@ def parse_line(
             len(content),
             pass_through,
             extra_parameters,
+            reads_tool_calls,
         )
     except RequestError as error:
         if custom_id is None and error.code == "invalid_json_line" and isinstance(content, bytes):
@@ -390,7 +399,7 @@ def _custom_id_in_text(raw: bytes) -> str | None:
 
 
 def _parse_custom_id(envelope: dict[str, Any]) -> str:
-    custom_id = _require(envelope, "custom_id", 'Give every line its own, such as "custom_id": "request-1".')
+    custom_id = require(envelope, "custom_id", 'Give every line its own, such as "custom_id": "request-1".')
     if not isinstance(custom_id, str) or not custom_id:
         raise invalid("custom_id", custom_id, "a non-empty string")
     if len(custom_id) > _MAX_CUSTOM_ID_CHARACTERS:
@@ -449,6 +458,7 @@ def _parse_row(
     num_bytes: int,
     pass_through: bool,
     extra_parameters: bool,
+    reads_tool_calls: bool,
 ) -> Row:
     if unknown := next((name for name in envelope if name not in ENVELOPE_KEYS), None):
         raise RequestError(
@@ -456,17 +466,17 @@ def _parse_row(
             f"Unknown key {shown(unknown)} beside 'body'. Parameters of the request go inside 'body'.",
             param=unknown,
         )
-    method = _require(envelope, "method", 'Add "method": "POST".')
+    method = require(envelope, "method", 'Add "method": "POST".')
     if method != "POST":
         raise invalid("method", method, '"POST"')
-    url = _require(envelope, "url", f'Add "url": "{CHAT_URL}" or "{COMPLETIONS_URL}".')
+    url = require(envelope, "url", f'Add "url": "{CHAT_URL}" or "{COMPLETIONS_URL}".')
     if not isinstance(url, str) or url not in _HONOURED_BY_URL:
         raise RequestError(
             "invalid_url",
             f"The url {shown(url)} is not served. Use {CHAT_URL} or {COMPLETIONS_URL}.",
             param="url",
         )
-    values = _require(envelope, "body", "Put the parameters of the request there.")
+    values = require(envelope, "body", "Put the parameters of the request there.")
     if not isinstance(values, dict):
         raise invalid("body", values, "an object")
     return row_of_body(
@@ -479,6 +489,7 @@ def _parse_row(
         num_bytes=num_bytes,
         pass_through=pass_through,
         extra_parameters=extra_parameters,
+        reads_tool_calls=reads_tool_calls,
     )
 
 
@@ -493,6 +504,7 @@ def row_of_body(
     num_bytes: int = 0,
     pass_through: bool = False,
     extra_parameters: bool = False,
+    reads_tool_calls: bool = False,
 ) -> Row:
     """The row of a request body, for one of `URLS`.
 
@@ -509,7 +521,7 @@ def row_of_body(
     if pass_through:
         return _pass_through_row(line, custom_id, url, values, output_tokens_field, file, num_bytes)
     chat = url == CHAT_URL
-    _check_names(values, url, output_tokens_field, _EXTRA if extra_parameters else ())
+    _check_names(values, url, output_tokens_field, _extra_names(chat) if extra_parameters else ())
     if body.present("max_tokens") and body.present("max_completion_tokens"):
         raise RequestError(
             "invalid_request",
@@ -517,22 +529,36 @@ def row_of_body(
             param="max_completion_tokens",
         )
     max_tokens = body.integer("max_tokens", 1) or (body.integer("max_completion_tokens", 1) if chat else None)
+    template_kwargs = body.mapping("chat_template_kwargs")
+    conversation = (
+        parse_chat(
+            values, template_kwargs, extra_parameters=extra_parameters, reads_tool_calls=reads_tool_calls
+        )
+        if chat
+        else None
+    )
     return Row(
         line=line,
         custom_id=custom_id,
         url=url,
         model=body.string("model"),
-        chat=_parse_messages(values) if chat else None,
+        chat=None if conversation is None else conversation.messages,
         prompt=None if chat else _parse_prompt(values),
         params=_parse_sampling_params(
-            body, chat, max_tokens, _parse_extra(body) if extra_parameters else b""
+            body,
+            chat,
+            max_tokens,
+            _parse_extra(body) if extra_parameters else b"",
+            b"" if conversation is None else conversation.reading,
         ),
         max_tokens=max_tokens,
         n=body.integer("n", 1, _MAX_N) or 1,
         output_tokens=body.integer(output_tokens_field, 0) if output_tokens_field else None,
         add_special_tokens=body.boolean("add_special_tokens", not chat),
         add_generation_prompt=body.boolean("add_generation_prompt", True),
-        chat_template_kwargs=body.mapping("chat_template_kwargs"),
+        tools=None if conversation is None else conversation.tools,
+        chat_template_kwargs=template_kwargs if conversation is None else conversation.template_kwargs,
+        media=None if conversation is None else conversation.media,
         file=file,
         num_bytes=num_bytes,
     )
@@ -554,9 +580,9 @@ def _pass_through_row(
         return next((value for value in found if type(value) is int and 0 < value < 2**31), None)
 
     if url == CHAT_URL:
-        _require(values, "messages", "Give the conversation as a list of {role, content} objects.")
+        require(values, "messages", "Give the conversation as a list of {role, content} objects.")
     else:
-        _require(values, "prompt", "Give a string or a list of token ids.")
+        require(values, "prompt", "Give a string or a list of token ids.")
     model = values.get("model")
     return Row(
         line=line,
@@ -603,6 +629,10 @@ def _likeness(values: dict[str, Any]) -> str | list[int]:
     return "\n".join(parts)
 
 
+def _extra_names(chat: bool) -> tuple[str, ...]:
+    return _EXTRA + CHAT_PARAMETERS if chat else _EXTRA
+
+
 def _check_names(
     values: dict[str, Any], url: str, output_tokens_field: str | None, extra: Sequence[str]
 ) -> None:
@@ -613,7 +643,7 @@ def _check_names(
         if name in _UNSUPPORTED:
             if value is None or value in _UNSUPPORTED[name]:
                 continue
-            where = "with --engine vllm" if name in _EXTRA else "elsewhere"
+            where = "with --engine vllm" if name in _extra_names(url == CHAT_URL) else "elsewhere"
             raise RequestError(
                 "unsupported_parameter",
                 f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line {where}.",
@@ -629,7 +659,9 @@ def _check_names(
         raise RequestError("unknown_parameter", f"Unknown parameter '{name}' for {url}. {remedy}", param=name)
 
 
-def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None, extra: bytes) -> SamplingParams:
+def _parse_sampling_params(
+    body: _Body, chat: bool, max_tokens: int | None, extra: bytes, reading: bytes
+) -> SamplingParams:
     logprobs: int | None
     if chat:
         top_logprobs = body.integer("top_logprobs", 0, _MAX_LOGPROBS)
@@ -655,6 +687,7 @@ def _parse_sampling_params(body: _Body, chat: bool, max_tokens: int | None, extr
         skip_special_tokens=body.boolean("skip_special_tokens", True),
         logprobs=logprobs,
         extra=extra,
+        chat=reading,
     )
 
 
@@ -675,6 +708,8 @@ def _parse_extra(body: _Body) -> bytes:
         extra["bad_words"] = words
     if body.present("allowed_token_ids"):
         extra["allowed_token_ids"] = body.token_ids("allowed_token_ids")
+    if (budget := body.integer("thinking_token_budget", 0)) is not None:
+        extra["thinking_token_budget"] = budget
     if (constraint := _parse_constraint(body)) is not None:
         extra["structured_outputs"] = constraint
     return orjson.dumps(extra, option=orjson.OPT_SORT_KEYS) if extra else b""
@@ -744,72 +779,8 @@ def _check_constraint(param: str, constraint: dict[str, Any]) -> None:
         raise invalid(f"{param}.{kind}" if param == "structured_outputs" else param, value, expected)
 
 
-def _parse_messages(values: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = _require(values, "messages", "Give the conversation as a list of {role, content} objects.")
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages", messages, "a non-empty list of {role, content} objects")
-    return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _parse_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise invalid(where, message, "an object with 'role' and 'content'")
-    parsed: dict[str, Any] = {}
-    for name, value in message.items():
-        if name in ("name", "reasoning_content") and value is not None:
-            if not isinstance(value, str):
-                raise invalid(f"{where}.{name}", value, "a string")
-            parsed[name] = value
-        elif name not in ("role", "content") and value is not None and value != []:
-            raise RequestError(
-                "unsupported_parameter",
-                f"'{where}.{name}': {shown(value)} is not supported. Use messages of role and text content.",
-                param=f"{where}.{name}",
-            )
-    role = _require(message, "role", f"Use one of {', '.join(_ROLES)}.", where)
-    if role in ("tool", "function"):
-        raise RequestError(
-            "unsupported_parameter",
-            f"'{where}.role': {shown(role)} is not supported, as tools are not. Use {', '.join(_ROLES)}.",
-            param=f"{where}.role",
-        )
-    if role not in _ROLES:
-        raise invalid(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-    content = _require(message, "content", "Give the text of the message.", where)
-    return {
-        "role": "system" if role == "developer" else role,
-        "content": _text(content, f"{where}.content"),
-        **parsed,
-    }
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of a message; parts are joined by a line feed, as vLLM does for templates that take text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise invalid(where, content, "a string or a non-empty list of text parts")
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise invalid(f"{where}[{index}]", part, 'a part such as {"type": "text", "text": "..."}')
-        part_type = _require(part, "type", 'Use {"type": "text", "text": "..."}.', f"{where}[{index}]")
-        if part_type != "text":
-            raise RequestError(
-                "unsupported_parameter",
-                f"'{where}[{index}]' is a part of type {shown(part_type)}, which is not supported. "
-                'Use parts of type "text".',
-                param=f"{where}[{index}].type",
-            )
-        text = _require(part, "text", "Give the text of the part.", f"{where}[{index}]")
-        if not isinstance(text, str):
-            raise invalid(f"{where}[{index}].text", text, "a string")
-        texts.append(text)
-    return "\n".join(texts)
-
-
 def _parse_prompt(values: dict[str, Any]) -> str | list[int]:
-    prompt = _require(values, "prompt", "Give a string or a list of token ids.")
+    prompt = require(values, "prompt", "Give a string or a list of token ids.")
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt:
@@ -905,32 +876,6 @@ class _Body:
         raise invalid("stop", value, "a non-empty string or a list of them")
 
 
-def _require(values: dict[str, Any], name: str, remedy: str, where: str = "") -> Any:
-    value = values.get(name)
-    if value is None:
-        param = f"{where}.{name}" if where else name
-        raise RequestError(
-            "missing_required_parameter", f"Missing required parameter '{param}'. {remedy}", param=param
-        )
-    return value
-
-
-def invalid(param: str, value: Any, expected: str) -> RequestError:
-    """The error of a parameter with a value that cannot be."""
-    return RequestError(
-        "invalid_request", f"Invalid '{param}': found {shown(value)}, expected {expected}.", param=param
-    )
-
-
-def shown(value: Any) -> str:
-    """A JSON value for a message, cut where it is long."""
-    try:
-        text = orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # it reads deeper nesting than it writes
-        return "a deeply nested value"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 # -------- writing --------
 
 
@@ -952,6 +897,15 @@ def success_line(
         return _result_line(row.custom_id, 200, completions[0].body)
     chat = row.url == CHAT_URL
     num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": min(c.num_cached_tokens for c in completions)},
+    }
+    if completions[0].num_reasoning_tokens is not None:
+        num_reasoning_tokens = sum(completion.num_reasoning_tokens or 0 for completion in completions)
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
@@ -960,12 +914,7 @@ def success_line(
         "choices": [
             _choice(index, completion, chat, tokenizer) for index, completion in enumerate(completions)
         ],
-        "usage": {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": num_prompt_tokens + num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": min(c.num_cached_tokens for c in completions)},
-        },
+        "usage": usage,
     }
     return _result_line(row.custom_id, 200, body)
 
@@ -1028,7 +977,11 @@ def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer
     logprobs = completion.logprobs
     choice: dict[str, Any] = {"index": index}
     if chat:
-        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        choice["message"] = completion.message or {
+            "role": "assistant",
+            "content": completion.text,
+            "refusal": None,
+        }
         choice["logprobs"] = None if logprobs is None else _chat_logprobs(logprobs, tokenizer)
     else:
         choice["text"] = completion.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.errors import ConfigError, RequestError
+from blendserve.jobs.body import invalid, shown
 from blendserve.jobs.columns import CustomIds, LineErrors, RowTable
 from blendserve.jobs.openai_format import (
     URLS,
@@ -20,13 +21,11 @@ from blendserve.jobs.openai_format import (
     PreparedRow,
     Row,
     Tokenizer,
-    invalid,
     place,
-    shown,
 )
 from blendserve.jobs.sources import CHAT_URL
 from blendserve.jobs.spool import RequestSpool
-from blendserve.request import RequestTable, SamplingParams
+from blendserve.request import Adapter, RawRequests, RequestTable, SamplingParams
 from blendserve.tokens import PromptTokens
 
 DEFAULT_COMPLETIONS_MAX_TOKENS = 16
@@ -80,6 +79,7 @@ def prepare(
     on_progress: OnProgress | None = None,
     strict: bool = False,
     fill_context: bool = False,
+    adapters: Mapping[str, str] | None = None,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
@@ -89,12 +89,13 @@ def prepare(
     Lines that bring no seed get one from `seed` and their custom_id. Rows with a `body` to forward are one request
     each, and their lengths are for planning only: it is the server that refuses what it cannot serve. With
     `fill_context` a `max_tokens` that is missing or too large for the context means to the end of it, whatever the url.
+    `adapters` are LoRA adapters, path by name: a line whose model is one of them runs with it.
 
     Raises:
         ConfigError: `strict`, and a line cannot run.
     """
     builder = _TableBuilder(tokenizer, max_model_len, seed, fill_context)
-    admission = _Admission(served_model_name, any_model, endpoint)
+    admission = _Admission(served_model_name, any_model, endpoint, adapters or {})
     errors = LineErrors()
     num_lines = num_done = 0
     for chunk in _chunks(islice(rows, limit)):
@@ -111,6 +112,8 @@ def prepare(
                     num_done += 1
                 else:
                     admission.check(row)
+                    if adapters and row.model is not None and row.model in adapters:
+                        row.params = replace(row.params, adapter=Adapter(row.model, adapters[row.model]))
                     admitted[index] = (row, id_number)
             except RequestError as error:
                 refused[index] = LineError.of(error, row.line, row.custom_id, row.file)
@@ -143,8 +146,11 @@ def _chunks(rows: Iterable[Row | LineError]) -> Iterator[list[Row | LineError]]:
 class _Admission:
     """What lines must have in common or not, with the place of every custom_id."""
 
-    def __init__(self, served_model_name: str, any_model: bool, endpoint: str | None) -> None:
+    def __init__(
+        self, served_model_name: str, any_model: bool, endpoint: str | None, adapters: Mapping[str, str]
+    ) -> None:
         self._served_model_name = served_model_name
+        self._adapters = adapters
         self._any_model = any_model
         self._endpoint = endpoint
         self._first_model: str | None = None
@@ -196,7 +202,7 @@ class _Admission:
                 f"The url {row.url} is not the batch's endpoint, {self._endpoint}. Use one url for all.",
                 param="url",
             )
-        if row.model is None or self._any_model:
+        if row.model is None or self._any_model or row.model in self._adapters:
             return
         if self._first_model is None:
             self._first_model = row.model
@@ -212,8 +218,8 @@ class _Admission:
         raise RequestError(
             "model_not_found",
             f"The model {shown(row.model)} does not exist; this job serves "
-            f"{shown(self._served_model_name)}. Change 'model' in the line, serve the model by that "
-            "name (--served-model-name), or pass --any-model.",
+            f"{', '.join(map(shown, (self._served_model_name, *self._adapters)))}. Change 'model' in the line, "
+            "serve the model by that name (--served-model-name), or pass --any-model.",
             param="model",
             status_code=404,
         )
@@ -287,6 +293,7 @@ class _TableBuilder:
         else:
             text = self._tokenizer.render_chat(
                 row.chat,
+                tools=row.tools,
                 add_generation_prompt=row.add_generation_prompt,
                 chat_template_kwargs=row.chat_template_kwargs,
             )
@@ -308,7 +315,8 @@ class _TableBuilder:
         params = row.params
         ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
         declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
-
+        if row.media is not None or self._spool is not None:
+            self._append_media(row)
         self._append_row(row, id_number, row.n, prompt, max_tokens, declared_tokens)
 
     def _append_forwarded(self, row: Row, body: bytes, id_number: int, prompt: Sequence[int]) -> None:
@@ -321,6 +329,14 @@ class _TableBuilder:
         max_tokens = min(row.n * (row.max_tokens or default), _MOST_TOKENS)
         declared_tokens = min(row.n * (row.output_tokens or 0), max_tokens)
         self._append_row(row, id_number, 1, prompt if len(prompt) else [0], max_tokens, declared_tokens)
+
+    def _append_media(self, row: Row) -> None:
+        """Keep a row's media, if it has some, as the row's that is appended next."""
+        if self._spool is None:
+            self._spool = RequestSpool()
+            for _ in range(len(self._id_numbers)):
+                self._spool.append(row.url, b"")
+        self._spool.append(row.url, row.media or b"")
 
     def _append_row(
         self,
@@ -405,7 +421,7 @@ class _TableBuilder:
             params=list(self._params),
             params_index=np.asarray(self._params_index, dtype=np.int32),
             seeds=np.asarray(self._seeds, dtype=np.uint64),
-            raw=self._spool,
+            raw=None if self._spool is None else RawRequests(self._spool, row_index),
         )
         rows = RowTable(
             admission.custom_ids,

@@ -246,6 +246,7 @@ def plan_job(
         column_mapping=source.column_mapping,
         pass_through=config.engine.forwards,
         extra_parameters=config.engine.extra_parameters,
+        reads_tool_calls=config.engine.reads_tool_calls,
     )
     prepared = prepare(
         rows if order is None else _noted(rows, order),
@@ -259,6 +260,7 @@ def plan_job(
         seed=config.seed,
         strict=source.strict,
         on_progress=on_progress,
+        adapters=config.engine.lora_modules,
     )
     if not prepared.num_lines:
         raise ConfigError(

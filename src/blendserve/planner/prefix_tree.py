@@ -34,12 +34,18 @@ class PromptOrder:
     """[num_requests] tokens that the prompt at a rank shares with the one before it; 0 at rank 0"""
 
     @classmethod
-    def of(cls, tokens: PromptTokens) -> PromptOrder:
-        """Sort prompts; O(total tokens + n log n)."""
+    def of(cls, tokens: PromptTokens, apart: Ints | None = None) -> PromptOrder:
+        """Sort prompts; O(total tokens + n log n).
+
+        Those with different numbers in `apart` [num_requests] share nothing, as prompts of different LoRA adapters,
+        whose KV differs.
+        """
         order = np.arange(len(tokens), dtype=np.int32)
         if len(order) == 0:
             return cls(order, order.copy())
-        return cls(order, _sort_prompts(tokens.data, tokens.starts, tokens.lengths, order))
+        members = [order] if apart is None else [order[apart == number] for number in np.unique(apart)]
+        common = [_sort_prompts(tokens.data, tokens.starts, tokens.lengths, group) for group in members]
+        return cls(np.concatenate(members), np.concatenate(common))
 
 
 @dataclass(slots=True)

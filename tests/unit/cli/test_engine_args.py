@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.cli.options import parse_engine_args
+from blendserve.cli.options import parse_engine_args, parse_lora_modules
 from blendserve.engines import EngineConfig
 from blendserve.errors import ConfigError
 
@@ -50,9 +50,64 @@ def test_a_setting_that_is_none_is_refused(setting: str) -> None:
         parse_engine_args(None, [setting])
 
 
-def test_engine_args_are_for_vllm_alone() -> None:
-    with pytest.raises(ConfigError, match="--engine-arg seed is for --engine vllm"):
-        EngineConfig(engine="native", engine_args={"seed": 1}).check()
+@pytest.mark.parametrize("engine", ["native", "openai"])
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("engine_args", {"seed": 1}, "--engine-arg seed"),
+        ("tool_call_parser", "hermes", "--tool-call-parser"),
+        ("enable_auto_tool_choice", True, "--enable-auto-tool-choice"),
+        ("reasoning_parser", "qwen3", "--reasoning-parser"),
+        ("lora_modules", {"a": "b"}, "--lora-modules"),
+    ],
+)
+def test_options_of_vllm_are_for_vllm_alone(engine: Any, name: str, value: Any, flag: str) -> None:
+    url = "http://localhost/v1" if engine == "openai" else None
+    with pytest.raises(ConfigError, match=f"{flag} is for --engine vllm"):
+        EngineConfig(engine=engine, base_url=url, **{name: value}).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tool_call_parser": "hermes"}, "--tool-call-parser does nothing without --enable-auto-tool-choice"),
+        (
+            {"enable_auto_tool_choice": True},
+            "--enable-auto-tool-choice does nothing without --tool-call-parser",
+        ),
+        ({"lora_modules": {"a": "b"}}, "--lora-modules needs --engine-arg enable_lora=true"),
+        ({"lora_modules": {"a": "."}, "engine_args": {"enable_lora": True}}, "a=.*adapter_config.json"),
+    ],
+)
+def test_options_of_vllm_that_lack_another(
+    options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(engine="vllm", **options).check()
+
+
+def test_adapters_are_written_as_vllm_takes_them() -> None:
+    assert parse_lora_modules(
+        ["sql=./a=b", '{"name": "poems", "path": "org/poems", "base_model_name": "m"}']
+    ) == {
+        "sql": "./a=b",
+        "poems": "org/poems",
+    }
+
+
+@pytest.mark.parametrize(
+    "module", ["sql", "=x", "sql=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "rank": 3}']
+)
+def test_what_is_no_adapter_is_refused(module: str) -> None:
+    with pytest.raises(ConfigError, match="--lora-modules"):
+        parse_lora_modules([module])
+
+
+def test_adapters_have_different_names() -> None:
+    with pytest.raises(ConfigError, match="'a' twice"):
+        parse_lora_modules(["a=b", "a=c"])
 
 
 def test_without_vllm_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +119,5 @@ def test_without_vllm_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_arguments_that_change_outputs_belong_to_the_job() -> None:
     config = EngineConfig(engine="vllm", engine_args={"quantization": "fp8", "gpu_memory_utilization": 0.8})
     assert config.output_engine_args == {"quantization": "fp8"}
+    read = EngineConfig(engine="vllm", reasoning_parser="qwen3", lora_modules={"a": "b"})
+    assert read.output_engine_args == {"reasoning_parser": "qwen3", "lora_modules": {"a": "b"}}

@@ -37,6 +37,14 @@ def flags(line: str) -> str:
         ("--load-format dummy --device cuda", "--load-format dummy --device cuda"),
         ("--engine vllm --load-format safetensors", "--engine vllm --engine-arg load_format=safetensors"),
         ("--allowed-x a b --engine=vllm", "--engine-arg allowed_x=[a,b] --engine vllm"),
+        (
+            "--engine vllm --enable-auto-tool-choice --tool-call-parser hermes --reasoning_parser qwen3",
+            "--engine vllm --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3",
+        ),
+        (
+            "--engine vllm --enable-lora --lora-modules a=./a b=./b",
+            "--engine vllm --engine-arg enable_lora=true --lora-modules a=./a --lora-modules b=./b",
+        ),
     ],
 )
 def test_flags(given: str, taken: str) -> None:
@@ -47,8 +55,8 @@ def test_flags(given: str, taken: str) -> None:
     ("given", "reason"),
     [
         ("--gpu-memory-utilization 0.9", "--gpu-memory-utilization .*--kv-cache-memory"),
-        ("--tool-call-parser hermes", "--tool-call-parser is no flag .*--engine native.*--engine vllm"),
-        ("--engine openai --lora-modules a=b", "--lora-modules is no flag .*--engine openai"),
+        ("--enable-lora", "--enable-lora is no flag .*--engine native.*--engine vllm"),
+        ("--engine openai --chat-template a", "--chat-template is no flag .*--engine openai"),
         ("--max-model-len some", "--max-model-len some"),
         ("input.jsonl", "'input.jsonl' belongs to no flag"),
     ],
