@@ -105,6 +105,15 @@ def check(shape: KVShape, batch: Batch, backend: str) -> None:
     assert error <= TOLERANCE[shape.dtype]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """A step is split among threads, however many the other tests have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and nothing loaded yet."""
