@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
+TEST_WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-vllm check bench clean
@@ -14,7 +15,7 @@ demo: $(VENV)/installed  ## run the example job on the bundled model
 	$(BIN)/python examples/show_results.py examples/mixed.jsonl out/mixed.results.jsonl
 
 test: $(VENV)/installed  ## all tests but those that need vLLM
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
 
 # Apart from the others: it downloads 1.2 GB, and each of the engines that it opens takes most of a minute on two cores.
 ifeq ($(shell uname -sm),Linux x86_64)
