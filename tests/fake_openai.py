@@ -28,6 +28,8 @@ class FakeOpenAI:
     retry_after: str = "0"
     key: str | None = None
     latency_s: float = 0.0
+    num_together: int = 1
+    """answers wait until so many requests are in flight for the first time"""
     requests: list[tuple[str, bytes]] = field(default_factory=list)
     """(path, body) in order of arrival"""
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -35,6 +37,7 @@ class FakeOpenAI:
     num_in_flight: int = 0
     max_in_flight: int = 0
     port: int = 0
+    _are_together: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def base_url(self) -> str:
@@ -78,7 +81,10 @@ class FakeOpenAI:
         self.attempts[user] += 1
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
+        if self.num_in_flight >= self.num_together:
+            self._are_together.set()
         try:
+            await self._are_together.wait()
             await asyncio.sleep(self.latency_s)
             fault = script[attempt] if attempt < len(script) else self.always
             if fault is None:

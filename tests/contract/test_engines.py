@@ -11,7 +11,6 @@ import numpy as np
 import orjson
 import pytest
 
-from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
@@ -23,10 +22,9 @@ from blendserve.planner.plan import make_plan
 from blendserve.request import Completion, RawRequest, RequestTable, Result
 from blendserve.scheduling.policies import POLICIES, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
+from tests.contract.conftest import COST_MODEL
 from tests.fake_openai import FakeOpenAI, running
 from tests.workload import TINY, request_table
-
-COST_MODEL = CostModel(TINY, HardwareSpec.load("cpu-2core-avx2"))
 
 OpenEngine = Callable[..., Engine]
 
@@ -46,40 +44,6 @@ def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
         executor.close()
 
 
-@pytest.fixture(scope="module")
-def open_vllm(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenEngine]:
-    """Two vLLM engines, as opening one takes most of a minute: one with room, one with little more than a request."""
-    opened: dict[bool, Engine] = {}
-
-    def make(num_blocks: int, block_size: int) -> Engine:
-        pytest.importorskip("vllm")
-        from blendserve.engines.vllm import VLLMEngine
-
-        is_tight = num_blocks * block_size <= 128
-        if is_tight not in opened:
-            # Its CPU kernels have no head size of 16; without a tokenizer it would still end at the config's token.
-            path = tmp_path_factory.mktemp("vllm") / "tiny"
-            folder = make_tiny_model("llama", path, head_dim=32, eos_token_id=None)
-            opened[is_tight] = VLLMEngine(
-                folder,
-                COST_MODEL,
-                max_model_len=96,
-                max_num_seqs=5 if is_tight else 8,
-                max_num_batched_tokens=32 if is_tight else 64,
-                dtype="float32",
-                engine_args={
-                    "num_gpu_blocks_override": 5 if is_tight else 65,
-                    "skip_tokenizer_init": True,
-                    "enforce_eager": True,
-                },
-            )
-        return opened[is_tight]
-
-    yield make
-    for engine in opened.values():
-        engine.close()
-
-
 @pytest.fixture(
     params=[
         "simulated",
@@ -95,7 +59,6 @@ def open_engine(
     request: pytest.FixtureRequest,
     checkpoint: Path,
     processes: dict[tuple[int, int], ProcessExecutor],
-    open_vllm: OpenEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[OpenEngine]:
     opened: list[Engine] = []
@@ -104,7 +67,8 @@ def open_engine(
 
     def make(num_blocks: int = 64, block_size: int = 8, **limits: int) -> Engine:
         if request.param == "vllm":
-            return open_vllm(num_blocks, block_size)
+            is_tight = num_blocks * block_size <= 128
+            return request.getfixturevalue("tight_vllm" if is_tight else "roomy_vllm")  # type: ignore[no-any-return]
         if request.param == "openai":
             server = OpenAIServer(
                 servers.enter_context(running(FakeOpenAI())).base_url,

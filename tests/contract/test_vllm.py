@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,54 +15,24 @@ import numpy as np
 import orjson
 import pytest
 
-from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.engines import Engine, EngineConfig
 from blendserve.engines.supervised import SupervisedEngine
 from blendserve.errors import ConfigError
-from blendserve.models import ModelFiles
 from blendserve.planner.plan import make_plan
 from blendserve.request import Completion, Failure, RequestTable, Result, SamplingParams
 from blendserve.scheduling.policies import make_policy
-from tests.workload import TINY, request_table
+from tests.contract.conftest import COST_MODEL
+from tests.workload import request_table
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-COST_MODEL = CostModel(TINY, HardwareSpec.load("cpu-2core-avx2"))
 TIMEOUT_S = 600.0
 """for what takes a minute on an idle machine"""
 
 
-@pytest.fixture(scope="module")
-def folder(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("vllm")
-    path: Path = make_tiny_model(
-        "llama", tmp_path_factory.mktemp("vllm") / "tiny", with_tokenizer=True, head_dim=32
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def open_vllm(folder: Path) -> Callable[[], Any]:
-    def make() -> Any:
-        from blendserve.engines.vllm import VLLMEngine
-
-        return VLLMEngine(
-            folder,
-            COST_MODEL,
-            max_model_len=256,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            dtype="float32",
-            engine_args={"num_gpu_blocks_override": 33, "enforce_eager": True},
-        )
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def engine(open_vllm: Callable[[], Any]) -> Iterator[Any]:
-    with closing(open_vllm()) as opened:
-        yield opened
+@pytest.fixture
+def engine(roomy_vllm: Any) -> Any:
+    return roomy_vllm
 
 
 def run(engine: Engine, requests: RequestTable, policy: str = "fcfs") -> dict[int, Result]:
@@ -250,23 +220,21 @@ def test_a_killed_engine_core_is_opened_anew_and_close_frees_everything(
     assert [child.cmdline() for child in left if "resource_tracker" not in " ".join(child.cmdline())] == []
 
 
-def test_a_killed_job_takes_vllm_along_and_goes_on_when_run_again(
-    folder: Path, bundled_model: ModelFiles, tmp_path: Path
-) -> None:
+def test_a_killed_job_takes_vllm_along_and_goes_on_when_run_again(vllm_model: Path, tmp_path: Path) -> None:
     psutil = pytest.importorskip("psutil")
     lines = [
         {
             "custom_id": f"r{i}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"prompt": f"Number {i}", "max_tokens": 60, "temperature": 0, "presence_penalty": 0.1},
+            "body": {"prompt": f"Number {i}", "max_tokens": 40, "temperature": 0, "presence_penalty": 0.1},
         }
-        for i in range(40)
+        for i in range(16)
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join(map(orjson.dumps, lines)))
     command = [sys.executable, "-m", "blendserve.cli", "run", str(source), "-o", str(output)]
-    command += ["--model", str(folder), "--engine", "vllm", "--kv-cache-memory", "8MiB", "--no-report"]
+    command += ["--model", str(vllm_model), "--engine", "vllm", "--kv-cache-memory", "8MiB", "--no-report"]
     command += ["--max-num-seqs", "2", "--dtype", "float32", "--engine-arg", "enforce-eager=true"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         deadline = time.monotonic() + TIMEOUT_S
@@ -279,9 +247,9 @@ def test_a_killed_job_takes_vllm_along_and_goes_on_when_run_again(
     _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
     num_before = output.read_bytes().count(b"\n")
-    assert num_before < 40
+    assert num_before < 16
     again = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert again.returncode == 0, again.stderr
     assert again.stdout == ""
     ids = [orjson.loads(line)["custom_id"] for line in output.read_bytes().splitlines()]
-    assert sorted(ids) == sorted(f"r{i}" for i in range(40))
+    assert sorted(ids) == sorted(f"r{i}" for i in range(16))

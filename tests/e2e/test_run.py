@@ -239,7 +239,7 @@ def test_interrupting_exits_with_130_and_keeps_what_is_done(
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
         time.sleep(0.02)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
     assert "again" in stderr
     kept = read(output)

@@ -108,6 +108,16 @@ def engine_pid(process: "subprocess.Popen[str]") -> int | None:
     return None
 
 
+def wait_for_engine(process: "subprocess.Popen[str]", before: int | None) -> int:
+    """The child that runs the engine, once it is another than the one before."""
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while process.poll() is None and time.monotonic() < give_up_s:
+        if (pid := engine_pid(process)) not in (None, before):
+            return pid
+        time.sleep(0.01)
+    raise AssertionError(process.communicate(timeout=TIMEOUT_S)[1])
+
+
 @pytest.fixture(scope="module")
 def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Texts of a job that nothing happens to, in one process."""
@@ -124,13 +134,11 @@ def test_a_job_survives_the_death_of_its_engine(
 ) -> None:
     job = CliJob(model, tmp_path)
     process = job.start()
+    pid = None
     for count in (3, 10):
         job.wait_for_results(process, count)
-        pid = engine_pid(process)
-        assert pid is not None
+        pid = wait_for_engine(process, pid)
         os.kill(pid, signal.SIGKILL)
-        while engine_pid(process) == pid:
-            time.sleep(0.01)
     _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, stderr
     assert "killed by SIGKILL" in stderr
@@ -145,9 +153,7 @@ def test_without_restarts_the_job_ends_and_can_be_resumed(
     job = CliJob(model, tmp_path)
     process = job.start("--max-engine-restarts", "0")
     job.wait_for_results(process, 5)
-    pid = engine_pid(process)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(wait_for_engine(process, None), signal.SIGKILL)
     _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2, stderr
     assert "--max-engine-restarts" in stderr

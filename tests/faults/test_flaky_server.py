@@ -224,7 +224,7 @@ def test_options_that_do_not_fit_are_refused(start: Start, tmp_path: Path) -> No
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.02)

@@ -123,15 +123,17 @@ def test_killed_at_any_time(
 
 def test_killed_while_the_native_engine_runs(forks: Forks, requests: Path, tmp_path: Path) -> None:
     options = ("--dtype", "float32", "--max-num-seqs", "8", "--num-threads", "1")
+    here, apart = (*options, "--no-engine-process"), (*options, "--engine-process")
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    forks.warm_up(requests, "-o", tmp_path / "warm.jsonl", *options, engine="native")
-    done = forks.run(requests, "-o", whole, *options, engine="native")
+    forks.warm_up(requests, "-o", tmp_path / "warm.jsonl", *here, engine="native")
+    done = forks.run(requests, "-o", whole, *here, engine="native")
     assert done.exit == 1, done.log
     size, num_kills, draw = whole.stat().st_size, 0, random.Random(0)
     while True:
         before = whole_lines(output)
         how = {"kill_at_byte": draw.randrange(size // 12)} if num_kills < 12 else {}
-        done = forks.run(requests, "-o", output, *options, engine="native", **how)
+        place = apart if num_kills % 6 == 1 else here  # a process of its own takes seconds to start
+        done = forks.run(requests, "-o", output, *place, engine="native", **how)
         assert whole_lines(output).startswith(before)
         if not done.was_killed:
             break

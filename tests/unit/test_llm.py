@@ -381,13 +381,16 @@ def test_async_iteration_lets_the_event_loop_run(llm: LLM) -> None:
 
 
 def test_a_cancelled_task_frees_the_llm(llm: LLM) -> None:
-    async def use() -> None:
-        async for _ in llm.generate_iter(["a", "b"], SamplingParams(max_tokens=80, ignore_eos=True)):
-            pass
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 80)]
+
+    async def use(is_running: asyncio.Event) -> None:
+        async for _ in llm.generate_iter(["a", "b"], params):
+            is_running.set()
 
     async def main() -> None:
-        task = asyncio.create_task(use())
-        await asyncio.sleep(0.05)
+        is_running = asyncio.Event()
+        task = asyncio.create_task(use(is_running))
+        await is_running.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -152,6 +152,7 @@ def test_retry_after_is_waited_for(open_server: OpenServer) -> None:
         (format_datetime(datetime.now(UTC) + timedelta(hours=1)), 1800, 3600),
         (format_datetime(datetime.now(UTC) - timedelta(hours=1)), 0, 0),
     ],
+    ids=["whole", "fraction", "in an hour", "an hour ago"],
 )
 def test_retry_after_is_a_number_of_seconds_or_a_date(header: str, low: float, high: float) -> None:
     seconds = _retry_after_s(_Answer(429, {"retry-after": header}, b""))
@@ -194,7 +195,7 @@ def test_a_rate_limit_is_met_with_patience(open_server: OpenServer) -> None:
 
 def test_an_answer_that_never_comes_is_asked_for_again(open_server: OpenServer) -> None:
     with running(FakeOpenAI({"slow": ["slow"], "slower": ["slow"] * 9})) as server:
-        results = run(open_server(server.base_url, request_timeout_s=0.5), a_job(["slow", "slower", "good"]))
+        results = run(open_server(server.base_url, request_timeout_s=2.0), a_job(["slow", "slower", "good"]))
     assert isinstance(results[0], Completion)
     slower = results[1]
     assert isinstance(slower, Failure)
@@ -317,10 +318,11 @@ def test_requests_arrive_in_the_order_of_the_policy(open_server: OpenServer, con
 
 def test_concurrency_is_bounded_by_count_and_by_tokens(open_server: OpenServer) -> None:
     requests = a_job([f"{index}" for index in range(12)])
-    with running(FakeOpenAI(latency_s=0.25)) as server:
+    # Nothing is answered before three are there; a fourth, if one were sent, would come within the latency.
+    with running(FakeOpenAI(latency_s=0.25, num_together=3)) as server:
         run(open_server(server.base_url, max_concurrency=3), requests)
     assert server.max_in_flight == 3
-    with running(FakeOpenAI(latency_s=0.25)) as server:
+    with running(FakeOpenAI(latency_s=0.25, num_together=3)) as server:
         # Each has 2 + 1 + 4 tokens, two of them shared; a third more than 16 tokens are sent.
         run(open_server(server.base_url, max_concurrency=9, kv_capacity_tokens=16), requests)
     assert server.max_in_flight == 3
