@@ -51,7 +51,7 @@ from blendserve.tokenizer import Tokenizer
 
 BENCH = Path(__file__).resolve().parent
 BLOCK_SIZE = 32
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 512
 FORMS = ("shuffled", "interleaved", "grouped")
 POLICIES = ("fcfs", "blend", "dfs", "longest-first", "longest-first-dfs", "dual-scan")
 RUN_BATCH = "run-batch"
@@ -92,9 +92,11 @@ class Mix(NamedTuple):
 
 MIXES = {
     # The system prompts together are more than the KV cache, and outputs are short but for a few.
-    "prefixes": Mix((Kind(8, 5, 256, 16, 4), Kind(0, 16, 0, 100, 8), Kind(0, 6, 0, 24, 96)), 64, 32, 256),
+    "prefixes": Mix((Kind(8, 4, 160, 16, 4), Kind(0, 12, 0, 60, 8), Kind(0, 5, 0, 16, 64)), 32, 32, 256),
     # Short work for as many steps as the long outputs take, which do not fit the KV cache together.
-    "long": Mix((Kind(4, 6, 128, 16, 4), Kind(0, 30, 0, 80, 8), Kind(0, 18, 0, 16, 96)), 64, 32, 64),
+    "long": Mix(
+        (Kind(6, 4, 96, 16, 4), Kind(0, 16, 0, 60, 8), Kind(0, 12, 0, 16, 64)), 32, 32, 64, FORMS[:2]
+    ),
     # Nothing to share, and every request like the others.
     "alike": Mix((Kind(0, 24, 0, 100, 8),), 64, 32, 256, FORMS[:1]),
 }
@@ -258,7 +260,9 @@ class Bench:
         self._engine._engine.reset_prefix_cache()
         self._counts.reset()
         config = JobConfig(InputConfig([str(path)]), self.config, policy=by)  # type: ignore[arg-type]
-        publication = Publication(str(self._folder / "ours.jsonl"), errors_in_output=True)
+        publication = Publication(
+            str(self._folder / "ours.jsonl"), None, ordered=False, errors_in_output=True
+        )
         used_s, began_s = cpu_s(), time.perf_counter()
         planned = setup.plan_job(config, self.files, (), order=publication.order)
         target = publication.output.working
@@ -328,6 +332,7 @@ class FirstComeFirstServed(Policy):
                 max_concurrency=round(hardware.max_num_seqs * SEQUENCES_SENT_RATIO),
                 max_num_batched_tokens=hardware.max_num_batched_tokens,
                 step_s=1.0,
+                block_size=hardware.block_size,
             )
 
     def step(self, control: Control) -> int:
