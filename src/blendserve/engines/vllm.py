@@ -264,6 +264,7 @@ class VLLMEngine:
             max_concurrency=math.ceil(self._max_num_seqs * SEQUENCES_SENT_RATIO),
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             step_s=self.cost_model.step_cost(hardware.max_num_batched_tokens, 0).step_s,
+            block_size=hardware.block_size,
         )
         self._is_admitting = True
         sent: dict[str, _Sent] = {}

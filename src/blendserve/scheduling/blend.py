@@ -118,7 +118,7 @@ class Blend(Policy):
         self._lines = plan.cost_model.step_lines()
         self._blends = True
         self._depth_first = depth_first(plan.tree)
-        self._goes_by_class: bool | None = None
+        self._goes_by_length: bool | None = None
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
         self._right_reads = 0.0
@@ -164,22 +164,24 @@ class Blend(Policy):
         self._try_right = True
 
     def _unblended(self, requests: Ints) -> Ints:
-        """Classes by descending mean output, depth-first inside each; plain depth-first order where that is faster.
+        """Long outputs first, by the mean of their class; depth-first inside a class. Plain depth-first order where
+        that is faster.
 
-        A few requests of classes of which nothing is known go before all others.
+        Requests of declared length that owe little to a shared prefix go by their own length. A few requests of classes
+        of which nothing is known go before all others.
         """
-        stratum = self.plan.stratum
-        num = np.bincount(stratum[requests])
-        mean = np.bincount(stratum[requests], weights=self._expected_output(requests)) / np.maximum(num, 1)
         place = np.empty(self.plan.num_requests, dtype=np.int32)
         place[self._depth_first] = np.arange(self.plan.num_requests, dtype=np.int32)
         plain = np.asarray(requests[np.argsort(place[requests])])
-        kind = stratum[plain]
-        by_class = np.asarray(plain[np.lexsort((kind, -mean[kind]))])
-        if self._goes_by_class is None:  # once: going over to another order would leave prefixes half used
-            self._goes_by_class = self._apart(by_class) <= ORDER_TOLERANCE * self._apart(plain)
-        order = by_class if self._goes_by_class else plain
-        first = self._scouts[order] & (self._curves.num_finished[stratum[order]] == 0)
+        kind, expected = self.plan.stratum[plain], self._expected_output(plain)
+        by_itself = (self._table.declared[plain] > 0) & ~self._sticks(plain)
+        num = np.bincount(kind, weights=~by_itself)
+        mean = np.bincount(kind, weights=np.where(by_itself, 0.0, expected)) / np.maximum(num, 1.0)
+        by_length = np.asarray(plain[np.lexsort((kind, -np.where(by_itself, expected, mean[kind])))])
+        if self._goes_by_length is None:  # once: going over to another order would leave prefixes half used
+            self._goes_by_length = self._apart(by_length) <= ORDER_TOLERANCE * self._apart(plain)
+        order = by_length if self._goes_by_length else plain
+        first = self._scouts[order] & (self._curves.num_finished[self.plan.stratum[order]] == 0)
         return np.concatenate((order[first], order[~first]))
 
     def _gains(self) -> bool:
@@ -226,8 +228,12 @@ class Blend(Policy):
         return np.where(declared > 0, declared, self.output_tokens_est[requests])
 
     def _sticks(self, requests: Ints) -> NDArray[np.bool_]:
-        """Which requests owe so much of their prompt to a shared prefix that they stay with those that share it."""
+        """Which requests owe so much of their prompt to a shared prefix that they stay with those that share it.
+
+        Prefixes are shared in whole blocks.
+        """
         shared = self._table.prompt[requests] - self._table.own[requests]
+        shared -= shared % self.plan.cost_model.hardware.block_size
         rest = self._table.own[requests] + self._expected_output(requests)
         return np.asarray(shared > STICKY_PREFIX_RATIO * rest)
 

@@ -42,7 +42,8 @@ class Changes(NamedTuple):
 class Window:
     """The `Control` of an engine that is seen from outside. A step of the window is a tick: a call of `fill`.
 
-    Memory counts shared prefixes once, as long as a request in the window has them. A policy is told the window's size
+    Memory counts shared prefixes once, as long as a request in the window has them, and of whole blocks what a request
+    leaves empty: half of its last, and the end of a prefix that fills no block. A policy is told the window's size
     as the memory there is, so that every policy keeps the engine's line filled.
 
     Args:
@@ -52,6 +53,7 @@ class Window:
         max_concurrency: most requests in the engine.
         max_num_batched_tokens: most tokens of an engine step.
         step_s: seconds that an engine step is taken to last until answers tell.
+        block_size: tokens of KV that the engine hands out together.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Window:
         max_concurrency: int,
         max_num_batched_tokens: int,
         step_s: float,
+        block_size: int = 1,
     ) -> None:
         self.policy = policy
         self.clock_s = 0.0
@@ -76,7 +79,10 @@ class Window:
         self._num_users = np.zeros(tree.num_nodes, dtype=np.int32)
         self._node = np.empty(len(requests), dtype=np.int32)
         self._node[tree.requests] = tree.leaf_parent
-        self._own = policy.plan.own_prompt_tokens()
+        own = policy.plan.own_prompt_tokens()
+        self._own = own + (requests.prompt_tokens - own) % block_size
+        self._empty = block_size // 2
+        """tokens of a request's last block, on average"""
         self._max_tokens = requests.max_tokens
         self._state = np.zeros(len(requests), dtype=np.int8)
         self._expected = np.zeros(len(requests))
@@ -253,7 +259,7 @@ class Window:
         outlived = requests[generated >= self._expected[requests]]
         longer = OVERRUN_FACTOR * (self._engine_steps - self._decodes_from[outlived])
         self._expected[outlived] = np.clip(longer, 1, self._max_tokens[outlived])
-        own = float(self._own[requests].sum())
+        own = float((self._own[requests] + self._empty).sum())
         self._held_tokens = own + float(generated.sum())
         self._expected_tokens = own + float(self._expected[requests].sum())
 
@@ -261,7 +267,7 @@ class Window:
         if self._running:
             if self.num_running >= self.max_concurrency:
                 return False
-            own, node = int(self._own[request]), self._node[request]
+            own, node = int(self._own[request]) + self._empty, self._node[request]
             shared = self._shared + int(_missing(self._num_users, self._parent, self._segment, node))
             held = self._expected_tokens + output_tokens_est if look_ahead else self._held_tokens
             if shared + held + own > self.kv_capacity_tokens:
@@ -273,8 +279,8 @@ class Window:
         own = int(self._own[request])
         new = int(_use(self._num_users, self._parent, self._segment, self._node[request]))
         self._shared += new
-        self._held_tokens += own
-        self._expected_tokens += own + output_tokens_est
+        self._held_tokens += own + self._empty
+        self._expected_tokens += own + self._empty + output_tokens_est
         self._state[request] = RUNNING
         self._running[request] = None
         self._expected[request] = output_tokens_est

@@ -22,7 +22,7 @@ from blendserve.scheduling.blend import (
 )
 from blendserve.scheduling.policies import PolicyName
 from blendserve.scheduling.policy import Control
-from blendserve.scheduling.scheduler import SchedulerConfig
+from blendserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from blendserve.simulator import SimulationReport, plan_workload, simulate
 from blendserve.workloads import PAPER_MODELS, named_workload
 from tests.workload import request_table
@@ -129,6 +129,23 @@ def test_where_operators_do_not_overlap_it_does_not_blend(trace3: Any) -> None:
     sequential = CostModel(A100.model, replace(A100.hardware, overlap=Overlap("sum")))
     blend, longest = (run(trace3, policy, sequential, 150_000) for policy in ("blend", "longest-first-dfs"))
     assert blend.makespan_s == pytest.approx(longest.makespan_s, rel=0.02)
+
+
+def test_without_overlap_known_long_outputs_start_first() -> None:
+    """Their prompts begin as short ones' do, with less than a block, and so belong to the same class."""
+    grouped = [[7, *[group] * 64, index] for group in (1, 2) for index in range(10)]
+    alone = [[7, 3, 100 + index] for index in range(20)]
+    declared = [4] * 20 + [90 if index % 5 == 0 else 8 for index in range(20)]
+    table = request_table([*grouped, *alone], max_tokens=declared, declared=declared)
+    hardware = replace(A100.hardware, overlap=Overlap("sum"), block_size=32, max_num_batched_tokens=64)
+    plan = make_plan(table, CostModel(A100.model, hardware))
+    policy = Blend(plan)
+    limits = {"num_blocks": 100, "block_size": 32, "max_model_len": 512, "with_block_tables": False}
+    Scheduler(table, policy, SchedulerConfig(32, 64), cost_model=plan.cost_model, **limits)
+    order = policy._left.tolist()
+    assert [declared[request] for request in order[:4]] == [90] * 4
+    of_group = [request // 10 for request in order if request < 20]
+    assert of_group in ([0] * 10 + [1] * 10, [1] * 10 + [0] * 10)
 
 
 def test_requests_of_one_kind_run_depth_first() -> None:

@@ -108,6 +108,17 @@ def test_memory_counts_prefixes_once_and_outputs_as_expected() -> None:
     assert len(window.fill(0.0).admitted) == 2
 
 
+def test_memory_is_counted_in_blocks() -> None:
+    """Of a prefix of 100 tokens, blocks of 32 share 96; a request's last block is half empty on average."""
+    requests = request_table([[1] * 100 + [index, 0] for index in range(20)], max_tokens=10)
+    plan = make_plan(requests, COST_MODEL)
+    window = window_of(requests, make_policy("fcfs", plan), kv_capacity_tokens=400, block_size=32)
+    admitted, _ = window.fill(0.0)
+    each = 4 + 2 + 16
+    assert len(admitted) == (round(400 * LOOK_AHEAD_RATIO) - 100) // (each + 10)
+    assert window.kv_committed_tokens == 100 + each * len(admitted)
+
+
 def test_a_request_larger_than_the_window_goes_alone() -> None:
     requests = request_table([[1] * 500, [2] * 5, [3] * 5], max_tokens=10)
     window = window_of(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)), kv_capacity_tokens=100)
