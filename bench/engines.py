@@ -51,7 +51,7 @@ from blendserve.tokenizer import Tokenizer
 
 BENCH = Path(__file__).resolve().parent
 BLOCK_SIZE = 32
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 256
 FORMS = ("shuffled", "interleaved", "grouped")
 POLICIES = ("fcfs", "blend", "dfs", "longest-first", "longest-first-dfs", "dual-scan")
 RUN_BATCH = "run-batch"
@@ -92,15 +92,13 @@ class Mix(NamedTuple):
 
 MIXES = {
     # The system prompts together are more than the KV cache, and outputs are short but for a few.
-    "prefixes": Mix((Kind(8, 4, 160, 16, 4), Kind(0, 12, 0, 60, 8), Kind(0, 5, 0, 16, 64)), 32, 32, 256),
+    "prefixes": Mix((Kind(7, 3, 96, 8, 4), Kind(0, 5, 0, 40, 8), Kind(0, 3, 0, 16, 40)), 16, 32, 128),
     # Short work for as many steps as the long outputs take, which do not fit the KV cache together.
-    "long": Mix(
-        (Kind(6, 4, 96, 16, 4), Kind(0, 16, 0, 60, 8), Kind(0, 12, 0, 16, 64)), 32, 32, 64, FORMS[:2]
-    ),
+    "long": Mix((Kind(4, 3, 64, 8, 4), Kind(0, 8, 0, 40, 8), Kind(0, 7, 0, 16, 40)), 16, 32, 48),
     # Nothing to share, and every request like the others.
-    "alike": Mix((Kind(0, 24, 0, 100, 8),), 64, 32, 256, FORMS[:1]),
+    "alike": Mix((Kind(0, 12, 0, 60, 8),), 32, 32, 128, FORMS[:1]),
 }
-WARM_UP = (Kind(2, 2, 100, 20, 4), Kind(0, 4, 0, 60, 24))
+WARM_UP = (Kind(0, 3, 0, 60, 4),)
 
 
 class Row(NamedTuple):
@@ -379,6 +377,16 @@ def simulated(requests: RequestTable, by: str, cost_model: CostModel, num_blocks
     return {"wall_s": seconds, "steps": steps, "preemptions": preemptions, "tokens_computed": tokens}
 
 
+def least_absolute(known: Any, wanted: Any) -> Any:
+    """Factors of the columns of `known` with the least sum of absolute deviations; by reweighted least squares."""
+    weights = np.ones(len(wanted))
+    for _ in range(50):
+        root = np.sqrt(weights)
+        factors = np.linalg.lstsq(known * root[:, None], wanted * root, rcond=None)[0]
+        weights = 1.0 / np.maximum(np.abs(wanted - known @ factors), 1e-4)
+    return factors
+
+
 class Fit(NamedTuple):
     """A step's time as a line, fitted to all steps of some runs."""
 
@@ -387,13 +395,14 @@ class Fit(NamedTuple):
     s_per_kv_token: float
     outside_s: float
     """wall time of a step outside of the model"""
-    r_squared: float
+    error_per_step: float
+    """median over steps of |modelled / measured - 1|"""
     error_per_run: float
     """mean over runs of |modelled / measured wall - 1|"""
 
     @classmethod
     def of(cls, runs: list[dict[str, Any]]) -> Fit:
-        """Least squares over the steps."""
+        """Least absolute deviations over the steps, as some of them were disturbed."""
         columns = []
         for run in runs:
             facts = {name: np.array(values) for name, values in run["step_facts"].items()}
@@ -402,16 +411,16 @@ class Fit(NamedTuple):
             columns.append(np.stack([np.ones(len(read)), facts["tokens"], read, facts["s"]]))
         fixed, tokens, read, seconds = np.concatenate(columns, axis=1)
         known = np.stack([fixed, tokens, read], axis=1)
-        line = np.linalg.lstsq(known, seconds, rcond=None)[0]
+        line = least_absolute(known, seconds)
         if line[2] < 0.0:  # too little was read to tell
-            line = np.append(np.linalg.lstsq(known[:, :2], seconds, rcond=None)[0], 0.0)
+            line = np.append(least_absolute(known[:, :2], seconds), 0.0)
         residual = seconds - known @ line
         outside = [(run["wall_s"] - sum(run["step_facts"]["s"])) / run["steps"] for run in runs]
         outside_s = max(statistics.median(outside), 0.0)
         modelled = [float((line @ c[:3]).sum() + outside_s * c.shape[1]) for c in columns]
         errors = [abs(m / run["wall_s"] - 1.0) for m, run in zip(modelled, runs, strict=True)]
-        r_squared = 1.0 - float((residual**2).sum() / ((seconds - seconds.mean()) ** 2).sum())
-        return cls(*(float(x) for x in line), outside_s, r_squared, statistics.mean(errors))
+        off = float(np.median(np.abs(residual) / seconds))
+        return cls(*(float(x) for x in line), outside_s, off, statistics.mean(errors))
 
     def cost_model(self, model: ModelSpec, mix: Mix) -> CostModel:
         """A sequential device whose steps take that long."""
@@ -459,11 +468,16 @@ def report(name: str, bench: Bench, mix: Mix, runs: list[dict[str, Any]]) -> dic
         row |= {key: [round(run[key], 2) for run in rounds.values()] for key in ("wall_s", "cpu_s", "load_s")}
         row |= {key: value for key, value in latest.items() if key in bench._counts.totals}
         row["simulated"] = predicted[form, by]
-        ratios = [of_run_batch[r]["wall_s"] / run["wall_s"] for r, run in rounds.items() if r in of_run_batch]
-        if ratios:
-            row["speedup"] = [round(ratio, 3) for ratio in ratios]
+        if of_run_batch:
+            measured = statistics.median(run["wall_s"] for run in of_run_batch.values())
+            row["speedup"] = measured / statistics.median(row["wall_s"])
+            row["speedup_by_round"] = [
+                round(of_run_batch[r]["wall_s"] / run["wall_s"], 3)
+                for r, run in rounds.items()
+                if r in of_run_batch
+            ]
             row["simulated_speedup"] = predicted[form, RUN_BATCH]["wall_s"] / predicted[form, by]["wall_s"]
-            row["simulated_error"] = row["simulated_speedup"] / statistics.median(ratios) - 1.0
+            row["simulated_error"] = row["simulated_speedup"] / row["speedup"] - 1.0
         rows.append(row)
     rows.sort(key=lambda row: (FORMS.index(row["form"]), (RUN_BATCH, *POLICIES).index(row["by"])))
     requests_count = len(next(iter(requests.values())))
@@ -472,7 +486,7 @@ def report(name: str, bench: Bench, mix: Mix, runs: list[dict[str, Any]]) -> dic
     print(
         f"\nstep = {1e3 * fit.fixed_s:.1f} ms + {1e3 * fit.s_per_token:.3f} ms/token + "
         f"{1e6 * fit.s_per_kv_token:.2f} µs/KV token, and {1e3 * fit.outside_s:.1f} ms outside the model; "
-        f"R² {fit.r_squared:.3f}, wall of a run off by {fit.error_per_run:.1%} on average\n"
+        f"a step is off by {fit.error_per_step:.1%} (median), the wall of a run by {fit.error_per_run:.1%} (mean)\n"
     )
     print(
         "| file | run by | wall s | CPU s | loading s | steps | prefix-hit tok | prompt tok computed | tok computed | "
@@ -480,7 +494,9 @@ def report(name: str, bench: Bench, mix: Mix, runs: list[dict[str, Any]]) -> dic
     )
     print("|" + " --- |" * 14)
     for row in rows:
-        speedup = spread(row["speedup"], 2) if "speedup" in row else ""
+        speedup = f"{row['speedup']:.2f}" if "speedup" in row else ""
+        if row.get("speedup_by_round"):
+            speedup += f" ({min(row['speedup_by_round']):.2f}–{max(row['speedup_by_round']):.2f})"
         prediction = f"{row['simulated_speedup']:.2f}" if "speedup" in row else ""
         error = f"{row['simulated_error']:+.1%}" if "speedup" in row else ""
         print(
@@ -537,7 +553,7 @@ def main() -> None:
     """Run what is not in --out yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mixes", default=",".join(MIXES))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: only the tables of what is in --out")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--dtype", choices=get_args(Dtype)[1:], default="float32")
