@@ -20,7 +20,9 @@ MOST_SAMPLES_RATIO = 0.1
 """of a subtree, whatever the least number says"""
 MIN_STRATUM = 8
 MIN_STRATUM_RATIO = 5e-4
-"""requests, and share of the job's, that a subtree must have to be a stratum of its own"""
+MIN_STRATUM_PREFIX = 8
+"""requests that a subtree must have to be a stratum of its own, and either such a share of the job's, or so many common
+tokens that they are no chance: a handful of long outputs may be half of the job's work"""
 MAX_STRATA = 64
 PRIOR_OUTPUT_TOKENS = 256.0
 """assumed for a request of which nothing is known but that it may run this long"""
@@ -152,14 +154,16 @@ def sample_requests(
 def find_strata(tree: PrefixTree, max_tokens: Ints) -> Ints:
     """[num_requests] which requests are taken to be of one kind as to their output lengths, numbered from 0.
 
-    The strata are the `MAX_STRATA` largest subtrees at the first branchings below the root. Everything else is divided
-    by `max_tokens`, the only other thing that tells requests apart.
+    The strata are the `MAX_STRATA` largest subtrees at the first branchings below the root that are large or have a
+    prefix in common that is no chance. Everything else is divided by `max_tokens`, the only other thing that tells
+    requests apart.
     """
     found = _first_branchings(tree.first, tree.end, tree.next_sibling)
     size = tree.end[found] - tree.first[found]
-    largest = np.argsort(-size, kind="stable")[:MAX_STRATA]
-    least = max(MIN_STRATUM, MIN_STRATUM_RATIO * tree.num_leaves)
-    found = found[largest[size[largest] >= least]]
+    is_kind = size >= MIN_STRATUM_RATIO * tree.num_leaves
+    is_kind |= tree.depth[found] - tree.depth[tree.parent[found]] >= MIN_STRATUM_PREFIX
+    is_kind &= size >= MIN_STRATUM
+    found = found[is_kind][np.argsort(-size[is_kind], kind="stable")[:MAX_STRATA]]
     stratum = -1 - max_tokens[tree.requests].astype(np.int64)
     owner = np.zeros(tree.num_leaves + 1, dtype=np.int64)
     np.add.at(owner, tree.first[found], found)

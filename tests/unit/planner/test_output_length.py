@@ -117,3 +117,15 @@ def test_strata_lie_below_prefixes_that_nearly_all_requests_share() -> None:
     groups = stratum[50:].reshape(4, 500)
     assert (groups == groups[:, :1]).all()
     assert len(set(stratum.tolist())) == 5
+
+
+def test_a_dozen_requests_with_a_prompt_of_their_own_are_a_stratum_of_any_job() -> None:
+    """They may be half of its work; as many that share a first word by chance are none."""
+    rng = np.random.default_rng(0)
+    rare = [[7] * 20 + [i] for i in range(12)]
+    by_chance = [[8, *row] for row in rng.integers(100, 10_000, (12, 10)).tolist()]
+    others = rng.integers(100, 1_000_000, (30_000, 10)).tolist()
+    stratum = find_strata(tree_of(rare + by_chance + others), np.full(30_024, 100, dtype=np.int32))
+    assert len(set(stratum[:12].tolist())) == 1
+    assert np.count_nonzero(stratum == stratum[0]) == 12
+    assert len(set(stratum[12:].tolist())) == 1
