@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+from policies import commit, cpu_name
 from vllm_run_batch import EngineCounts, cpu_s
 
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap
@@ -513,22 +513,6 @@ def report(name: str, bench: Bench, mix: Mix, runs: list[dict[str, Any]]) -> dic
         "command": bench.command("FORM"),
         "runs": rows,
     }
-
-
-def commit() -> str:
-    """The commit that runs."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], check=False, cwd=BENCH, capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
-
-
-def cpu_name() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
 
 
 def smaller(mix: Mix) -> Mix:

@@ -68,7 +68,7 @@ def open_engine(
     def make(num_blocks: int = 64, block_size: int = 8, **limits: int) -> Engine:
         if request.param == "vllm":
             is_tight = num_blocks * block_size <= 128
-            return request.getfixturevalue("tight_vllm" if is_tight else "roomy_vllm")  # type: ignore[no-any-return]
+            return request.getfixturevalue("tight_vllm" if is_tight else "roomy_vllm")
         if request.param == "openai":
             server = OpenAIServer(
                 servers.enter_context(running(FakeOpenAI())).base_url,

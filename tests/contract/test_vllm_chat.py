@@ -211,7 +211,7 @@ def test_prompts_are_those_of_vllms_server(engine: Any, tokenizer: Tokenizer, bo
 
 def test_a_required_tool_is_called(engine: Any, tokenizer: Tokenizer) -> None:
     forced = {"type": "function", "function": {"name": "weather"}}
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     required, named = answers(
         engine,
         prepared(

@@ -55,11 +55,16 @@ DEFAULT_MAX_CONCURRENCY = 128
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 
+def has_nvidia_gpu() -> bool:
+    """Whether this machine has one, as its device files say; torch, which knows better, takes seconds to load."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def _default_hardware(engine: EngineName, on_cuda: bool) -> str:
     if on_cuda:
         return DEFAULT_HARDWARE["native-cuda"]
     if engine == "vllm":
-        has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+        has_gpu = has_nvidia_gpu() or Path("/dev/kfd").exists()
         return DEFAULT_HARDWARE["simulated" if has_gpu else "native"]
     return DEFAULT_HARDWARE[engine]
 

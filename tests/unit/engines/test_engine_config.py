@@ -22,7 +22,7 @@ CONFIG = {
 
 def test_a_gpu_has_its_own_defaults() -> None:
     files = ModelFiles("tiny", None, CONFIG)
-    on_cpu, on_gpu = (EngineConfig(device=device).cost_model(files) for device in ("cpu", "cuda"))  # type: ignore[arg-type]
+    on_cpu, on_gpu = (EngineConfig(device=device).cost_model(files) for device in ("cpu", "cuda"))
     assert (on_cpu.hardware.name, on_cpu.hardware.block_size) == ("cpu-2core-avx2", 32)
     assert (on_gpu.hardware.name, on_gpu.hardware.block_size) == ("h200-estimate", 64)
     assert on_gpu.model.bytes_per_kv_element == 2
@@ -36,7 +36,7 @@ def test_a_gpu_has_its_own_defaults() -> None:
 def test_other_engines_have_no_device(engine: str, options: dict[str, str]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value} is for --engine native"):
-        EngineConfig(engine=engine, base_url="http://localhost/v1", **options).check()  # type: ignore[arg-type]
+        EngineConfig(engine=engine, base_url="http://localhost/v1", **options).check()
 
 
 def test_without_triton_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_tools_have_the_shape_that_vllm_gives_to_templates() -> None:
                 "name": "weather",
                 "description": None,
                 "parameters": WEATHER["function"]["parameters"],
-            },  # type: ignore[index]
+            },
         },
         {
             "type": "function",

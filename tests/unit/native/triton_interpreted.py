@@ -48,7 +48,7 @@ def attend(
     attention.pages[0].fill_(torch.nan)
     slots = torch.from_numpy(written.kv_slots)
     blocks, places = slots // shape.block_size, slots % shape.block_size
-    for part, pages in enumerate((reference.keys[0], reference.values[0])):  # type: ignore[attr-defined]
+    for part, pages in enumerate((reference.keys[0], reference.values[0])):
         attention.pages[0][blocks, part, :, places] = pages[blocks, places]
 
     layout = StepLayout.from_batch(batch, shape.block_size)
@@ -133,7 +133,7 @@ def test_the_cache_holds_rotated_keys_and_values(num_heads: int, num_kv_heads: i
         attention.store(0, given)
     queries = slice(0, num_heads * 32)
     torch.testing.assert_close(rotated[0][:, queries], rotated[1][:, queries], atol=1e-6, rtol=0)
-    for place, pages in enumerate((reference.keys[0], reference.values[0])):  # type: ignore[attr-defined]
+    for place, pages in enumerate((reference.keys[0], reference.values[0])):
         torch.testing.assert_close(ours.pages[0][:, place], pages.transpose(1, 2), atol=1e-6, rtol=0)
 
 
@@ -198,7 +198,7 @@ def test_the_executor_generates_what_it_does_on_the_cpu(
             cost_model=COST_MODEL,
             num_blocks=64,
             block_size=64,
-            attention_backend=backend,  # type: ignore[arg-type]
+            attention_backend=backend,
             late_results=is_late,
         )
         tokens.append(executor_tests.token_ids(executor_tests.run_all(executor, requests, chunk=4)))

@@ -11,34 +11,32 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from blendserve.engines import has_nvidia_gpu
+
 if TYPE_CHECKING:
     from blendserve.cost_model import CostModel
-    from blendserve.engines import EngineConfig
+    from blendserve.engines import Device, Dtype, EngineConfig
     from blendserve.engines.native.executor import TorchExecutor
     from blendserve.engines.native.output import Detokenizer
 
 __all__ = ["dtype_bytes", "open_executor", "resolve_device", "resolve_dtype"]
 
-DtypeName = Literal["auto", "float32", "bfloat16"]
-DeviceName = Literal["auto", "cpu", "cuda"]
 
-
-def resolve_device(device: DeviceName) -> Literal["cpu", "cuda"]:
+def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
     """Where the model runs; "auto" is an NVIDIA GPU where there are one and Triton, which torch for CUDA brings."""
     if device == "auto":
-        has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-        return "cuda" if has_gpu and importlib.util.find_spec("triton") is not None else "cpu"
+        return "cuda" if has_nvidia_gpu() and importlib.util.find_spec("triton") is not None else "cpu"
     return device
 
 
-def resolve_dtype(dtype: DtypeName, device: DeviceName = "cpu") -> Literal["float32", "bfloat16"]:
+def resolve_dtype(dtype: Dtype, device: Device = "cpu") -> Literal["float32", "bfloat16"]:
     """The dtype of weights, KV cache and computation; "auto" is bfloat16 on a GPU and on CPUs that multiply it."""
     if dtype == "auto":
         return "bfloat16" if resolve_device(device) == "cuda" or _cpu_has_bf16() else "float32"
     return dtype
 
 
-def dtype_bytes(dtype: DtypeName, device: DeviceName = "cpu") -> float:
+def dtype_bytes(dtype: Dtype, device: Device = "cpu") -> float:
     """Bytes of one weight or one KV element."""
     return 2.0 if resolve_dtype(dtype, device) == "bfloat16" else 4.0
 
