@@ -93,6 +93,10 @@ class Mix(NamedTuple):
 MIXES = {
     # The system prompts together are more than the KV cache, and outputs are short but for a few.
     "prefixes": Mix((Kind(7, 3, 96, 8, 4), Kind(0, 5, 0, 40, 8), Kind(0, 3, 0, 16, 40)), 16, 32, 128),
+    # The same with three times as many requests, on a KV cache of twice the size.
+    "many": Mix(
+        (Kind(12, 6, 96, 8, 4), Kind(0, 16, 0, 40, 8), Kind(0, 8, 0, 16, 60)), 33, 64, 256, FORMS[:2]
+    ),
     # Short work for as many steps as the long outputs take, which do not fit the KV cache together.
     "long": Mix((Kind(4, 3, 64, 8, 4), Kind(0, 8, 0, 40, 8), Kind(0, 7, 0, 16, 40)), 16, 32, 48),
     # Nothing to share, and every request like the others.
