@@ -184,7 +184,9 @@ def test_the_best_partition() -> None:
     taxed = CostModel(LLAMA_3_8B, replace(A100, partitions=PARTITIONS, split_overhead=0.2))
     assert taxed.best_partition(1.0, 1.0) == PARTITIONS[1]
     assert taxed.best_partition(3.0, 1.0) is None, "halves cost more than overlap saves"
-    assert cost.best_partition(9.0, 1.0) is None, "nine parts of ten run alone, on some of the multiprocessors"
+    assert cost.best_partition(9.0, 1.0) is None, (
+        "nine parts of ten run alone, on some of the multiprocessors"
+    )
     assert cost.best_partition(1.0, 9.0) is None
     assert CostModel(LLAMA_3_8B, A100).best_partition(1.0, 1.0) is None
 
