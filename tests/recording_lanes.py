@@ -61,7 +61,7 @@ class RecordingLanes:
     """
 
     def __init__(self, order: str = "gemm", drop: int | None = None) -> None:
-        self.num_attention_sms = None
+        self.num_attention_sms: int | None = None
         self.num_waits = 0
         self.num_operations = dict.fromkeys(LANES, 0)
         self._order = order

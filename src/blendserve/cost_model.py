@@ -302,7 +302,9 @@ class CostModel:
     def best_partition(self, compute_s: float, memory_s: float) -> Partition | None:
         """The partition for a whole step that ends first; None: it ends sooner with one part after the other."""
         split_s = compute_s * (1.0 + self.hardware.split_overhead)
-        times = [(partition.fixed_step_s(split_s, memory_s), partition) for partition in self.hardware.partitions]
+        times = [
+            (partition.fixed_step_s(split_s, memory_s), partition) for partition in self.hardware.partitions
+        ]
         best_s, best = min(times, key=lambda time: time[0], default=(math.inf, None))
         return best if best_s < compute_s + memory_s else None
 
