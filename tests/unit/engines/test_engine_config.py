@@ -31,7 +31,7 @@ def test_a_gpu_has_its_own_defaults() -> None:
     assert EngineConfig(device="cuda", block_size=32).hardware_spec().block_size == 32
 
 
-@pytest.mark.parametrize("options", [{"device": "cuda"}, {"load_format": "dummy"}])
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"load_format": "dummy"}, {"overlap": "off"}])
 @pytest.mark.parametrize("engine", ["simulated", "openai"])
 def test_other_engines_have_no_device(engine: str, options: dict[str, str]) -> None:
     [(name, value)] = options.items()
