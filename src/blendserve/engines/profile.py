@@ -1,0 +1,177 @@
+"""Hardware profiles out of measured step times: the same for every engine that can say how long a step took."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.cost_model import CostModel, HardwareSpec, Overlap
+from blendserve.errors import ConfigError
+from blendserve.models import ModelSpec
+
+Floats = NDArray[np.float64]
+
+LEAST_SAMPLES = 4
+"""below so many steps a fit means nothing"""
+
+
+class StepSample(NamedTuple):
+    """One kind of step and how long it took."""
+
+    num_prefill_tokens: int
+    num_decode_rows: int
+    kv_tokens_read: int
+    """KV tokens that the decodes attended to"""
+    duration_s: float
+    query_key_pairs: float = 0.0
+    """(query, key) pairs of prefill attention"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return self.num_prefill_tokens + self.num_decode_rows
+
+
+class Ceilings(NamedTuple):
+    """What a device can do at best, measured."""
+
+    flops: float
+    """FLOP/s of a large product of matrices"""
+    bandwidth: float
+    """B/s read and written by a large copy"""
+
+
+class Fit(NamedTuple):
+    """A profile, and what it says of the steps it was made from."""
+
+    hardware: HardwareSpec
+    predicted_s: list[float]
+    """[num_samples]"""
+    mean_error_ratio: float
+    """mean of |predicted - measured| / measured"""
+
+
+class _Times(NamedTuple):
+    """A step's cost: max(floor, fixed + tokens * token) + pairs * pair + [decodes] * decode + read * read_token."""
+
+    floor_s: float
+    fixed_s: float
+    token_s: float
+    pair_s: float
+    decode_s: float
+    read_s: float
+
+
+def fit_hardware(
+    samples: Sequence[StepSample], model: ModelSpec, base: HardwareSpec, ceilings: Ceilings | None = None
+) -> Fit:
+    """The profile that explains measured steps best, operators one after the other.
+
+    Least squares of relative errors with no time below zero. A term that the steps do not show (attention of prompts
+    that were short, say) costs what it would at the ceiling.
+
+    Args:
+        samples: steps; some must read KV and some not, and they must differ in tokens.
+        model: that ran them.
+        base: name, provenance, memory and limits of the profile.
+        ceilings: of the device, to state rates as shares of; None: the rates themselves.
+
+    Raises:
+        ConfigError: the samples do not tell what a token, or a token read, costs.
+    """
+    times = _fit_times(samples)
+    if not times.token_s > 0.0 or not times.read_s > 0.0:
+        lacking = "a token computed" if not times.token_s > 0.0 else "a KV token read"
+        raise ConfigError(
+            f"the {len(samples)} steps measured do not tell what {lacking} costs; measure again on a quieter machine, "
+            "or with more --max-num-batched-tokens or --max-model-len"
+        )
+    gemm_rate = 2.0 * model.active_params / times.token_s
+    read_rate = model.kv_bytes_per_token / times.read_s
+    flops = max(ceilings.flops, gemm_rate) if ceilings else gemm_rate
+    bandwidth = max(ceilings.bandwidth, read_rate) if ceilings else read_rate
+    pair_flops = 4.0 * model.num_heads * model.head_dim * model.num_layers
+    weight_bytes = model.active_params * model.bytes_per_weight
+    floor_s = times.floor_s or times.fixed_s + times.token_s
+    hardware = replace(
+        base,
+        flops=flops,
+        bandwidth=bandwidth,
+        gemm_efficiency=gemm_rate / flops,
+        prefill_attention_efficiency=pair_flops / times.pair_s / flops if times.pair_s else 1.0,
+        attention_efficiency=read_rate / bandwidth,
+        gemm_overhead_s=times.fixed_s / model.num_layers,
+        attention_overhead_s=times.decode_s / model.num_layers,
+        weight_load_efficiency=weight_bytes / floor_s / bandwidth,
+        token_granularity=1,
+        overlap=Overlap(),
+    )
+    cost = CostModel(model, hardware)
+    predicted = [
+        cost.step_cost(sample.num_tokens, sample.kv_tokens_read, sample.query_key_pairs).step_s
+        for sample in samples
+    ]
+    errors = [abs(p / sample.duration_s - 1.0) for p, sample in zip(predicted, samples, strict=True)]
+    return Fit(hardware, predicted, float(np.mean(errors)))
+
+
+def _fit_times(samples: Sequence[StepSample]) -> _Times:
+    """The best fit over all places at which the floor, reading the weights once, may give way to the tokens."""
+    if len(samples) < LEAST_SAMPLES:
+        raise ConfigError(
+            f"{len(samples)} steps were measured, too few to fit a profile to; allow more time, or more tokens a step"
+        )
+    tokens, decodes, read, duration, pairs = (
+        np.array(column, np.float64)
+        for column in (
+            [sample.num_tokens for sample in samples],
+            [sample.num_decode_rows > 0 for sample in samples],
+            [sample.kv_tokens_read for sample in samples],
+            [sample.duration_s for sample in samples],
+            [sample.query_key_pairs for sample in samples],
+        )
+    )
+    sizes = np.unique(tokens)
+    best, least = None, np.inf
+    for last_at_floor in (0.0, *sizes[:-2]):
+        at_floor = tokens <= last_at_floor
+        columns = np.stack(
+            (at_floor, ~at_floor, np.where(at_floor, 0.0, tokens), pairs, decodes, read), axis=1
+        )
+        found, error = _non_negative(columns / duration[:, None], np.ones(len(samples)))
+        times = _Times(*found.tolist())
+        if last_at_floor:
+            first_above = float(sizes[sizes > last_at_floor][0])
+            at_end, after = (times.fixed_s + size * times.token_s for size in (last_at_floor, first_above))
+            if not at_end <= times.floor_s <= after:
+                continue
+        if error < least:
+            best, least = times, error
+    assert best is not None
+    return best
+
+
+def _non_negative(
+    columns: Floats,  # [num_rows, num_columns], few columns
+    target: Floats,  # [num_rows]
+) -> tuple[Floats, float]:
+    """Least squares without negative coefficients, and the squared error: the best of all subsets of columns."""
+    scale = np.linalg.norm(columns, axis=0)
+    columns = columns / np.where(scale > 0, scale, 1.0)
+    best, least = np.zeros(len(scale)), float(target @ target)
+    used = np.flatnonzero(scale > 0).tolist()
+    for count in range(1, len(used) + 1):
+        for subset in itertools.combinations(used, count):
+            found = np.linalg.lstsq(columns[:, subset], target, rcond=None)[0]
+            if (found < 0).any():
+                continue
+            error = float(np.square(columns[:, subset] @ found - target).sum())
+            if error < least - 1e-12:
+                best, least = np.zeros(len(scale)), error
+                best[list(subset)] = found
+    return best / np.where(scale > 0, scale, 1.0), least
