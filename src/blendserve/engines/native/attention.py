@@ -122,6 +122,10 @@ class PagedAttention(ABC):
     ) -> Tensor:
         """Causal attention of every token to its sequence: [num_tokens, num_heads * head_dim]."""
 
+    @abstractmethod
+    def cache_tensors(self) -> list[Tensor]:
+        """All memory of the KV cache, as tensors [num_blocks, ...]."""
+
 
 def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend = "auto") -> PagedAttention:
     """The C kernels where they can be built and cover the shape, else torch; a backend asked for by name is certain.
@@ -207,6 +211,10 @@ class TorchAttention(PagedAttention):
             keys, values = (page.flatten(1, 2).masked_fill_(unwritten, 0) for page in pages)
             output[rows] = self._attend(queries[rows][:, None], keys, values, visible)[:, 0]
         return output
+
+    def cache_tensors(self) -> list[Tensor]:
+        """See `PagedAttention.cache_tensors`."""
+        return [*self.keys, *self.values]
 
     def _attend(
         self,
@@ -318,3 +326,7 @@ class KernelAttention(PagedAttention):
             self._shape, self._step, self.scale, *(tensor.data_ptr() for tensor in tensors)
         )
         return output
+
+    def cache_tensors(self) -> list[Tensor]:
+        """See `PagedAttention.cache_tensors`."""
+        return [*self.keys, *self.values]

@@ -167,6 +167,11 @@ class TorchExecutor:
             return failure
         return output.completion(int(self._requests.prompt_tokens[request]))
 
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """All memory of the KV cache, as tensors [num_blocks, ...]; for measurements."""
+        assert self._loaded is not None
+        return self._loaded[1].cache_tensors()
+
     def close(self) -> None:
         """See `Executor.close`."""
         self._loaded = None

@@ -92,6 +92,10 @@ class TritonAttention(PagedAttention):
             )
         return out
 
+    def cache_tensors(self) -> list[Tensor]:
+        """See `PagedAttention.cache_tensors`."""
+        return self.pages
+
     def _part_tokens(self, num_keys: int) -> int:
         """Tokens of a part of a context: many parts where there is little work, in whole blocks."""
         wanted = num_keys * self.shape.num_kv_heads // (UNITS_PER_PROGRAM * self.num_programs)

@@ -1,0 +1,200 @@
+"""What a step of the native engine takes: batches of given sizes, run by the executor as the scheduler would.
+
+The KV cache holds noise instead of what the requests' tokens would have left there, which takes as long to read.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from blendserve.engines.native.executor import TorchExecutor
+from blendserve.engines.profile import Ceilings, StepSample
+from blendserve.request import RequestTable, SamplingParams
+from blendserve.scheduling.batch import Batch
+from blendserve.tokens import PromptTokens
+
+ROOM = 64
+"""tokens that a sequence must have left to generate, so that no step of a measurement ends it"""
+WARM_UP_STEPS = 2
+
+
+class StepPoint(NamedTuple):
+    """A step to be measured: whole prompts computed beside rows that decode."""
+
+    prompts: tuple[int, ...] = ()
+    """tokens of each prompt"""
+    num_decode_rows: int = 0
+    context: int = 0
+    """tokens that a decoding row attends to on average; they differ by up to a quarter"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return sum(self.prompts) + self.num_decode_rows
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """KV tokens that its rows take, about."""
+        return sum(self.prompts) + self.num_decode_rows * self.context * 5 // 4
+
+    @property
+    def query_key_pairs(self) -> float:
+        """(query, key) pairs of prefill attention."""
+        return sum(n * (n + 1) / 2 for n in self.prompts)
+
+
+def step_points(
+    *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, kv_capacity_tokens: int
+) -> list[StepPoint]:
+    """Steps that tell the terms of a step's cost apart, the most telling first.
+
+    Prompts alone, from a few tokens to a full step, as one prompt and as several, so that attention shows; decodes alone,
+    few and many, over short and long contexts; and both together.
+    """
+    longest = max_model_len - ROOM
+    full = min(max_num_batched_tokens, kv_capacity_tokens // 2)
+
+    def prompts(num_tokens: int, size: int) -> StepPoint:
+        size = max(1, min(size, longest, num_tokens))
+        rest = num_tokens % size
+        return StepPoint((size,) * (num_tokens // size) + ((rest,) if rest else ()))
+
+    def decodes(share: int, context: int) -> StepPoint:
+        rows = max(1, min(max_num_seqs, full) // share)
+        context = min(context, longest * 4 // 5, kv_capacity_tokens * 3 // 4 // rows)
+        return StepPoint((), rows, max(context, 1))
+
+    def both(share: int, context: int) -> StepPoint:
+        of_decodes = decodes(share, context)
+        left = max(full - of_decodes.num_decode_rows, 1)
+        left = min(left, kv_capacity_tokens - of_decodes.num_kv_tokens - ROOM)
+        return of_decodes._replace(prompts=prompts(max(left, 1), 512).prompts)
+
+    points = [
+        prompts(full, longest),
+        decodes(1, longest),
+        prompts(full // 8, longest),
+        decodes(1, longest // 4),
+        decodes(8, longest),
+        both(4, longest),
+        prompts(full, 64),
+        prompts(full // 2, longest),
+        prompts(16, longest),
+        decodes(8, longest // 16),
+        decodes(64, longest),
+        both(2, longest // 4),
+        prompts(full // 4, longest),
+        decodes(2, longest // 2),
+    ]
+    return list(dict.fromkeys(points))
+
+
+class StepTimer:
+    """Times steps of an executor.
+
+    Args:
+        executor: with a model loaded; what it was doing is forgotten.
+        num_steps: of which a point's median is taken.
+        seed: of tokens and of the order of blocks.
+    """
+
+    def __init__(self, executor: TorchExecutor, *, num_steps: int = 5, seed: int = 0) -> None:
+        self._executor = executor
+        self._num_steps = num_steps
+        self._rng = np.random.default_rng(seed)
+        self._num_filled = 0
+
+    def __call__(self, point: StepPoint) -> StepSample:
+        """Run a point's step several times over.
+
+        Raises:
+            ConfigError: the KV cache does not hold it.
+        """
+        contexts = self._contexts(point)
+        lengths = np.array([*contexts, *point.prompts], np.int32)
+        block_size = self._executor.block_size
+        num_blocks = -(-lengths // block_size)
+        assert num_blocks.sum() <= self._executor.num_blocks, f"{point} does not fit the KV cache"
+        self._fill(int(num_blocks.sum()))
+        tables = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
+        held = np.arange(tables.shape[1])[None, :] < num_blocks[:, None]
+        tables[held] = self._rng.permutation(int(num_blocks.sum()))
+        is_decode = np.arange(len(lengths)) < len(contexts)
+        batch = Batch(
+            slots=np.arange(len(lengths), dtype=np.int32),
+            requests=np.arange(len(lengths), dtype=np.int32),
+            num_computed=np.where(is_decode, lengths - 1, 0).astype(np.int32),
+            num_tokens=np.where(is_decode, 1, lengths).astype(np.int32),
+            samples=np.ones(len(lengths), np.bool_),
+            block_tables=tables,
+            num_prefill_tokens=sum(point.prompts),
+            num_decode_tokens=len(contexts),
+            kv_tokens_read=int(contexts.sum()),
+            query_key_pairs=point.query_key_pairs,
+        )
+        self._executor.start(self._requests(lengths))
+        for _ in range(WARM_UP_STEPS):
+            self._executor.execute(batch)
+        durations = [self._executor.execute(batch).duration_s for _ in range(self._num_steps)]
+        return StepSample(
+            batch.num_prefill_tokens,
+            batch.num_decode_tokens,
+            batch.kv_tokens_read,
+            statistics.median(durations),
+            batch.query_key_pairs,
+        )
+
+    def _contexts(self, point: StepPoint) -> NDArray[np.int32]:
+        """[num_decode_rows] tokens each row attends to, its own included."""
+        spread = self._rng.uniform(0.75, 1.25, point.num_decode_rows)
+        return np.maximum(np.rint(point.context * spread), 1).astype(np.int32)
+
+    def _requests(self, lengths: NDArray[np.int32]) -> RequestTable:
+        count = len(lengths)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        vocabulary = self._executor.cost_model.model.vocab_size
+        tokens = self._rng.integers(vocabulary, size=int(ends[-1]), dtype=np.uint32)
+        return RequestTable(
+            tokens=PromptTokens(tokens, ends - lengths, lengths),
+            max_tokens=np.full(count, self._executor.max_model_len, dtype=np.int32),
+            declared_tokens=np.zeros(count, dtype=np.int32),
+            params=[SamplingParams(temperature=0.0, ignore_eos=True)],
+            params_index=np.zeros(count, dtype=np.int32),
+            seeds=np.zeros(count, dtype=np.uint64),
+        )
+
+    def _fill(self, num_blocks: int) -> None:
+        """Noise in the first blocks of the cache: memory that was never written to is read out of nothing."""
+        if num_blocks <= self._num_filled:
+            return
+        for cache in self._executor.cache_tensors():
+            cache[self._num_filled : num_blocks].normal_()
+        self._num_filled = num_blocks
+
+
+def cpu_ceilings(dtype: torch.dtype) -> Ceilings:
+    """What this machine's cores do at best: a large product, a large copy."""
+    size = 1024
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    source = torch.zeros(32 << 20)
+    target = torch.empty_like(source)
+    product_s = _best_s(lambda: torch.mm(a, b))
+    copy_s = _best_s(lambda: target.copy_(source))
+    return Ceilings(2.0 * size**3 / product_s, 2.0 * source.nbytes / copy_s)
+
+
+def _best_s(run: Callable[[], object], repetitions: int = 4) -> float:
+    def times() -> Iterator[float]:
+        for _ in range(repetitions):
+            began_s = time.perf_counter()
+            run()
+            yield time.perf_counter() - began_s
+
+    return min(times())
