@@ -44,11 +44,6 @@ class StepPoint(NamedTuple):
         """KV tokens that its rows take, about."""
         return sum(self.prompts) + self.num_decode_rows * self.context * 5 // 4
 
-    @property
-    def query_key_pairs(self) -> float:
-        """(query, key) pairs of prefill attention."""
-        return sum(n * (n + 1) / 2 for n in self.prompts)
-
 
 def step_points(
     *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, kv_capacity_tokens: int
@@ -96,6 +91,39 @@ def step_points(
     return list(dict.fromkeys(points))
 
 
+def make_batch(
+    num_computed: NDArray[np.integer],  # [num_rows]
+    num_tokens: NDArray[np.integer],  # [num_rows]
+    executor: TorchExecutor,
+    rng: np.random.Generator,
+) -> Batch:
+    """A batch of sequences that share nothing, their blocks the first ones of the cache in random order.
+
+    Rows of one token behind others decode; all rows sample.
+    """
+    lengths = num_computed + num_tokens
+    num_blocks = -(-lengths // executor.block_size)
+    total = int(num_blocks.sum())
+    assert total <= executor.num_blocks, f"{total} blocks do not fit the KV cache, which has {executor.num_blocks}"
+    tables = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
+    tables[np.arange(tables.shape[1])[None, :] < num_blocks[:, None]] = rng.permutation(total)
+    decodes = (num_tokens == 1) & (num_computed > 0)
+    new = num_tokens[~decodes].astype(np.float64)
+    rows = np.arange(len(lengths), dtype=np.int32)
+    return Batch(
+        slots=rows,
+        requests=rows,
+        num_computed=num_computed.astype(np.int32),
+        num_tokens=num_tokens.astype(np.int32),
+        samples=np.ones(len(lengths), np.bool_),
+        block_tables=tables,
+        num_prefill_tokens=int(new.sum()),
+        num_decode_tokens=int(decodes.sum()),
+        kv_tokens_read=int(lengths[decodes].sum()),
+        query_key_pairs=float((new * (num_computed[~decodes] + (new + 1) / 2)).sum()),
+    )
+
+
 class StepTimer:
     """Times steps of an executor.
 
@@ -119,26 +147,11 @@ class StepTimer:
         """
         contexts = self._contexts(point)
         lengths = np.array([*contexts, *point.prompts], np.int32)
-        block_size = self._executor.block_size
-        num_blocks = -(-lengths // block_size)
-        assert num_blocks.sum() <= self._executor.num_blocks, f"{point} does not fit the KV cache"
-        self._fill(int(num_blocks.sum()))
-        tables = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
-        held = np.arange(tables.shape[1])[None, :] < num_blocks[:, None]
-        tables[held] = self._rng.permutation(int(num_blocks.sum()))
         is_decode = np.arange(len(lengths)) < len(contexts)
-        batch = Batch(
-            slots=np.arange(len(lengths), dtype=np.int32),
-            requests=np.arange(len(lengths), dtype=np.int32),
-            num_computed=np.where(is_decode, lengths - 1, 0).astype(np.int32),
-            num_tokens=np.where(is_decode, 1, lengths).astype(np.int32),
-            samples=np.ones(len(lengths), np.bool_),
-            block_tables=tables,
-            num_prefill_tokens=sum(point.prompts),
-            num_decode_tokens=len(contexts),
-            kv_tokens_read=int(contexts.sum()),
-            query_key_pairs=point.query_key_pairs,
+        batch = make_batch(
+            np.where(is_decode, lengths - 1, 0), np.where(is_decode, 1, lengths), self._executor, self._rng
         )
+        self._fill(int(batch.block_tables.max(initial=0)) + 1)
         self._executor.start(self._requests(lengths))
         for _ in range(WARM_UP_STEPS):
             self._executor.execute(batch)
