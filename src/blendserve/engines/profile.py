@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blendserve.cost_model import CostModel, HardwareSpec, Overlap
+from blendserve.cost_model import CostModel, HardwareSpec, Overlap, Partition, overlap_of_partitions
 from blendserve.errors import ConfigError
 from blendserve.models import ModelSpec
 
@@ -118,6 +119,69 @@ def fit_hardware(
     ]
     errors = [abs(p / sample.duration_s - 1.0) for p, sample in zip(predicted, samples, strict=True)]
     return Fit(hardware, predicted, float(np.mean(errors)))
+
+
+def hardware_of_session(profile: Mapping[str, Any], model: ModelSpec, base: HardwareSpec) -> Fit:
+    """The profile of a GPU out of what a measuring session found, see `native.gpu_profile`.
+
+    Whole steps give the rates; products beside decode attention give the partitions, and their best the overlap.
+
+    Args:
+        profile: contents of the session's `profile.json`.
+        model: that was measured.
+        base: as for `fit_hardware`.
+
+    Raises:
+        ConfigError: too little was measured.
+    """
+    whole = [*_rows(profile, "steps"), *(row for row in _rows(profile, "stack") if row["mode"] == "whole")]
+    samples = [StepSample(**{name: row[name] for name in StepSample._fields}) for row in whole]
+    top = profile.get("ceilings", {})
+    ceilings = None
+    if "copy" in top and "product" in top:
+        ceilings = Ceilings(top["product"]["tflops"] * 1e12, top["copy"]["gbps"] * 1e9)
+    fit = fit_hardware(samples, model, base, ceilings)
+    partitions, split_overhead = partitions_of_session(profile), split_overhead_of_session(profile)
+    hardware = replace(
+        fit.hardware,
+        kv_cache_bytes=profile["meta"].get("kv_cache_bytes", base.kv_cache_bytes),
+        partitions=partitions,
+        split_overhead=split_overhead,
+        overlap=overlap_of_partitions(partitions, split_overhead) if partitions else Overlap(),
+    )
+    return fit._replace(hardware=hardware)
+
+
+def partitions_of_session(profile: Mapping[str, Any]) -> tuple[Partition, ...]:
+    """Partitions with their measured rates, medians over sizes of a nano-batch, by SMs of attention.
+
+    Where the device cannot be split, of streams of different priority, as the engine then has.
+    """
+    rows = [row for row in _rows(profile, "pair") if min(row.get("gemm_rate", 0), row.get("attention_rate", 0)) > 0]
+    found = [row for row in rows if row["mode"] == "split"] or [row for row in rows if row["mode"] == "priority"]
+    partitions = []
+    for num_sms in sorted({row["sm_attention"] for row in found}):
+        of_split = [row for row in found if row["sm_attention"] == num_sms]
+        gemm_rate, attention_rate = (
+            round(min(statistics.median(row[name] for row in of_split), 1.0), 4)
+            for name in ("gemm_rate", "attention_rate")
+        )
+        partitions.append(Partition(num_sms, gemm_rate, attention_rate))
+    return tuple(partitions)
+
+
+def split_overhead_of_session(profile: Mapping[str, Any]) -> float:
+    """Share that two chains of products at half the tokens take longer than one: the median over sizes."""
+    chains = [row for row in _rows(profile, "gemm") if row["product"] == "chain"]
+    most = max((row["sm"] for row in chains), default=0)
+    us = {row["num_tokens"]: row["us"] for row in chains if row["sm"] == most}
+    halved = [2 * us[num_tokens // 2] / us[num_tokens] - 1.0 for num_tokens in us if num_tokens // 2 in us]
+    relevant = halved[:2]  # sections measure what matters first
+    return round(max(statistics.median(relevant), 0.0), 4) if relevant else 0.0
+
+
+def _rows(profile: Mapping[str, Any], section: str) -> list[dict[str, Any]]:
+    return list(profile.get(section, {}).values())
 
 
 def _fit_times(samples: Sequence[StepSample]) -> _Times:

@@ -9,6 +9,7 @@ hangs and starts another, which goes on from the file and leaves out what the fi
 | `session.log` | what was done when |
 | `errors.txt` | tracebacks |
 | `state.json` | what runs now, and until when it may |
+| `clocks.csv` | clocks, power and temperature all along, where nvidia-smi is installed |
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -285,6 +288,7 @@ def supervise(config: SessionConfig, sections: Sections, open_subject: str) -> d
     losses: list[dict[str, Any]] = []
     given_up: set[str] = set()
     context = multiprocessing.get_context("spawn")
+    clocks = _record_clocks(folder)
     for _ in range(MAX_WORKERS):
         arguments = (config, sections, open_subject, started_s, tuple(left_out), frozenset(given_up))
         process = context.Process(target=_work, args=arguments, daemon=True)
@@ -303,6 +307,9 @@ def supervise(config: SessionConfig, sections: Sections, open_subject: str) -> d
         if time.time() > end_s or section == "open":
             break
         (folder / "state.json").unlink(missing_ok=True)
+    if clocks is not None:
+        clocks.terminate()
+        clocks.wait()
     profile = read_json(folder / "profile.json") or {"meta": {}, "sections": {}}
     profile["losses"] = losses
     for entry in profile["sections"].values():
@@ -337,6 +344,16 @@ def _work(
         os._exit(DEVICE_LOST)
     session.save()
     os._exit(0)  # no teardown of streams and contexts, which could only fail
+
+
+def _record_clocks(folder: Path) -> subprocess.Popen[bytes] | None:
+    """Write a line a second for as long as the session lasts."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    columns = "timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    query = ["nvidia-smi", f"--query-gpu={columns}", "--format=csv", "--loop-ms=1000", "--id=0"]
+    with (folder / "clocks.csv").open("wb") as file:
+        return subprocess.Popen(query, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.DEVNULL)
 
 
 def resolve(name: str) -> Callable[..., Any]:
