@@ -70,6 +70,7 @@ def open_executor(
         max_model_len=max_model_len,
         num_threads=config.num_threads,
         attention_backend=config.attention_backend,
+        overlap=config.overlap,
     )
 
 
