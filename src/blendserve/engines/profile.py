@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap, Partition, overlap_of_partitions
+from blendserve.engines import EngineConfig
 from blendserve.errors import ConfigError
-from blendserve.models import ModelSpec
+from blendserve.models import ModelFiles, ModelSpec
 
 Floats = NDArray[np.float64]
 
@@ -47,6 +50,18 @@ class Ceilings(NamedTuple):
     """B/s read and written by a large copy"""
 
 
+class Measured(NamedTuple):
+    """Steps of an engine on a device."""
+
+    samples: list[StepSample]
+    ceilings: Ceilings | None
+    """None: not known"""
+    kv_cache_bytes: float
+    """that the engine has"""
+    device: str
+    """in words, with the dtype"""
+
+
 class Fit(NamedTuple):
     """A profile, and what it says of the steps it was made from."""
 
@@ -66,6 +81,58 @@ class _Times(NamedTuple):
     pair_s: float
     decode_s: float
     read_s: float
+
+
+def profile_engine(
+    config: EngineConfig,
+    files: ModelFiles,
+    *,
+    name: str,
+    max_time_s: float,
+    folder: Path,
+    on_sample: Callable[[StepSample], None],
+) -> tuple[Fit, list[StepSample]]:
+    """Measure an engine with a model on this machine.
+
+    Args:
+        config: the engine.
+        files: the model; on a GPU its sizes alone, with random weights.
+        name: of the profile.
+        max_time_s: to measure for; on a GPU with everything around it.
+        folder: for the files of a session on a GPU.
+        on_sample: called with every step measured as it comes; on a GPU there are lines of progress instead.
+
+    Returns:
+        The profile, and the steps it was fitted to.
+
+    Raises:
+        ConfigError: this engine cannot be measured here, or what was measured does not make a profile.
+    """
+    if config.engine != "native":
+        raise ConfigError(f"--engine {config.engine} cannot be profiled yet; use --engine native")
+    config.check()
+    base = replace(
+        config.hardware_spec(), name=name, overlap=Overlap(), partitions=(), split_overhead=0.0
+    )
+    cost_model = config.cost_model(files)
+    if config.on_cuda:
+        from blendserve.engines.native.session import profile_gpu
+
+        session = profile_gpu(config, files, folder, max_time_s)
+        fit, samples = hardware_of_session(session, cost_model.model, base), samples_of_session(session)
+        device = f"{session['meta']['device']}, {session['meta']['dtype']}"
+    else:
+        from blendserve.engines.native.step_profile import measure_cpu
+
+        measured = measure_cpu(config, files, max_time_s, on_sample)
+        samples, device = measured.samples, measured.device
+        base = replace(base, kv_cache_bytes=measured.kv_cache_bytes)
+        fit = fit_hardware(samples, cost_model.model, base, measured.ceilings)
+    provenance = (
+        f"measured: {device}, {cost_model.model.name}; fitted to {len(samples)} steps with a mean error of "
+        f"{fit.mean_error_ratio:.1%} (blendserve profile, {datetime.now(UTC):%Y-%m-%d})"
+    )
+    return fit._replace(hardware=replace(fit.hardware, provenance=provenance)), samples
 
 
 def fit_hardware(
@@ -134,8 +201,7 @@ def hardware_of_session(profile: Mapping[str, Any], model: ModelSpec, base: Hard
     Raises:
         ConfigError: too little was measured.
     """
-    whole = [*_rows(profile, "steps"), *(row for row in _rows(profile, "stack") if row["mode"] == "whole")]
-    samples = [StepSample(**{name: row[name] for name in StepSample._fields}) for row in whole]
+    samples = samples_of_session(profile)
     top = profile.get("ceilings", {})
     ceilings = None
     if "copy" in top and "product" in top:
@@ -150,6 +216,12 @@ def hardware_of_session(profile: Mapping[str, Any], model: ModelSpec, base: Hard
         overlap=overlap_of_partitions(partitions, split_overhead) if partitions else Overlap(),
     )
     return fit._replace(hardware=hardware)
+
+
+def samples_of_session(profile: Mapping[str, Any]) -> list[StepSample]:
+    """The steps of a session that ran on one stream, as they were."""
+    whole = [*_rows(profile, "steps"), *(row for row in _rows(profile, "stack") if row["mode"] == "whole")]
+    return [StepSample(**{name: row[name] for name in StepSample._fields}) for row in whole]
 
 
 def partitions_of_session(profile: Mapping[str, Any]) -> tuple[Partition, ...]:

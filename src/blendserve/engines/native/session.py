@@ -27,7 +27,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from blendserve.engines import EngineConfig
+    from blendserve.models import ModelFiles
 
 Row = dict[str, Any]
 Clock = Callable[[], float]
@@ -379,6 +383,36 @@ def _watch(process: BaseProcess, folder: Path, end_s: float) -> str | None:
             process.kill()
         process.join()
     return None
+
+
+# -- sections of a GPU -----------------------------------------------------------------------------------------------
+
+_GPU = "blendserve.engines.native.gpu_profile"
+OPEN_SUBJECT = f"{_GPU}:open_subject"
+GPU_SECTIONS: Sections = {
+    "probes": Section(f"{_GPU}:probes", 50.0),  # and what loads and compiles before
+    "ceilings": Section(f"{_GPU}:ceilings", 8.0),
+    "attention": Section(f"{_GPU}:attention", 30.0),
+    "gemm": Section(f"{_GPU}:gemm", 30.0),
+    "pair": Section(f"{_GPU}:pair", 50.0),
+    "steps": Section(f"{_GPU}:steps", 30.0),
+    "stack": Section(f"{_GPU}:stack", 60.0),
+    "small": Section(f"{_GPU}:small", 15.0),
+    "drift": Section(f"{_GPU}:drift", 6.0),
+}
+
+
+def profile_gpu(config: EngineConfig, files: ModelFiles, folder: Path, budget_s: float) -> dict[str, Any]:
+    """What a GPU does with a model of these sizes and random weights; see `gpu_profile`.
+
+    Args:
+        config: of the native engine.
+        files: of which the config alone is used.
+        folder: for the files of the session.
+        budget_s: for all of it.
+    """
+    session = SessionConfig(folder, budget_s, options={"engine": config, "files": files})
+    return supervise(session, GPU_SECTIONS, OPEN_SUBJECT)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -5,17 +5,22 @@ The KV cache holds noise instead of what the requests' tokens would have left th
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from blendserve.engines import EngineConfig
+from blendserve.engines.native import open_executor
 from blendserve.engines.native.executor import TorchExecutor
-from blendserve.engines.profile import Ceilings, StepSample
+from blendserve.engines.profile import Ceilings, Measured, StepSample
+from blendserve.models import ModelFiles
 from blendserve.request import RequestTable, SamplingParams
 from blendserve.scheduling.batch import Batch
 from blendserve.tokens import PromptTokens
@@ -23,6 +28,8 @@ from blendserve.tokens import PromptTokens
 ROOM = 64
 """tokens that a sequence must have left to generate, so that no step of a measurement ends it"""
 WARM_UP_STEPS = 2
+CPU_KV_BYTES = 512 << 20
+"""of KV that a step on a CPU reads at most: far beyond its caches, and written to in seconds"""
 
 
 class StepPoint(NamedTuple):
@@ -124,6 +131,53 @@ def make_batch(
     )
 
 
+def measure_cpu(
+    config: EngineConfig, files: ModelFiles, max_time_s: float, on_sample: Callable[[StepSample], None]
+) -> Measured:
+    """Steps of the native engine on this machine's cores.
+
+    Args:
+        config: of the engine.
+        files: the model.
+        max_time_s: after which no further step is begun.
+        on_sample: called with every sample as it comes.
+    """
+    began_s = time.perf_counter()
+    assert files.folder is not None
+    cost_model = config.cost_model(files)
+    hardware, model = cost_model.hardware, cost_model.model
+    executor = open_executor(config, files.folder, None, cost_model, config.context_limit(model))
+    dtype = executor.model.dtype
+    try:
+        ceilings = cpu_ceilings(dtype)
+        kv_bytes = executor.num_blocks * executor.block_size * model.kv_bytes_per_token
+        points = step_points(
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            max_num_seqs=hardware.max_num_seqs,
+            max_model_len=executor.max_model_len,
+            kv_capacity_tokens=int(min(kv_bytes, CPU_KV_BYTES) / model.kv_bytes_per_token),
+        )
+        timer = StepTimer(executor, num_steps=3)
+        samples = []
+        for point in points:
+            if time.perf_counter() - began_s > max_time_s:
+                break
+            samples.append(timer(point))
+            on_sample(samples[-1])
+    finally:
+        executor.close()
+    device = f"{torch.get_num_threads()} threads of {_cpu_name()}, {str(dtype).removeprefix('torch.')}"
+    return Measured(samples, ceilings, kv_bytes, device)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 class StepTimer:
     """Times steps of an executor.
 
@@ -187,7 +241,7 @@ class StepTimer:
         """Noise in the first blocks of the cache: memory that was never written to is read out of nothing."""
         if num_blocks <= self._num_filled:
             return
-        for cache in self._executor.cache_tensors():
+        for cache in self._executor.attention.cache_tensors():
             cache[self._num_filled : num_blocks].normal_()
         self._num_filled = num_blocks
 
