@@ -10,7 +10,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -20,18 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blendserve.cost_model import CostModel, Partition
+from blendserve.cost_model import CostModel, HardwareSpec, Partition
 from blendserve.engines.native import open_executor, triton_probes
 from blendserve.engines.native.attention import StepLayout
 from blendserve.engines.native.device import split_gpu
 from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.native.gpu_timing import CudaTimer, HostTimer, Timer, Work, shared_rates
 from blendserve.engines.native.model import ModelConfig
-from blendserve.engines.native.overlap import CudaLanes, Lanes
+from blendserve.engines.native.overlap import CudaLanes, Lanes, open_lanes
 from blendserve.engines.native.sampler import SamplingRow, choose
 from blendserve.engines.native.session import Row, Session
 from blendserve.engines.native.step_profile import StepPoint, StepTimer, make_batch, step_points
 from blendserve.engines.native.triton_backend import TritonAttention
+from blendserve.engines.profile import StepSample
 from blendserve.request import SamplingParams
 
 TOLERANCE = 1e-2
@@ -145,6 +146,12 @@ class Subject:
         rows = session.rows("probes")
         return [n for n in self.sizes.splits if rows.get(f"split {n}", {}).get("ok")]
 
+    def open_lanes(self, hardware: HardwareSpec) -> dict[Partition, Lanes]:
+        """Lanes for the partitions of a profile, as the engine opens them."""
+        if self.device.type == "cuda":
+            return open_lanes(hardware, self.model)
+        return {partition: OneLane() for partition in hardware.partitions}
+
     def layout(self, num_computed: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> StepLayout:
         """Of sequences that share nothing."""
         batch = make_batch(num_computed, num_tokens, self.executor, self.rng)
@@ -204,6 +211,7 @@ def _describe(subject: Subject) -> Row:
         "kv_cache_bytes": executor.num_blocks
         * executor.block_size
         * executor.cost_model.model.kv_bytes_per_token,
+        "layer_kv_bytes": subject.layer_kv_bytes,
         "block_size": executor.block_size,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -647,7 +655,7 @@ def steps(session: Session, subject: Subject) -> None:
     executor = subject.executor
     hardware = executor.cost_model.hardware
     executor.set_overlap(executor.cost_model, {})
-    timer = StepTimer(executor, num_steps=1 if session.config.dry_run else 7)
+    timer = _step_timer(session, subject, 7)
     points = step_points(
         max_num_batched_tokens=hardware.max_num_batched_tokens,
         max_num_seqs=hardware.max_num_seqs,
@@ -656,6 +664,21 @@ def steps(session: Session, subject: Subject) -> None:
     )
     for point in points:
         session.point(_step_label(point), STEP_POINT_S, lambda point=point: timer(point)._asdict())
+
+
+def _step_timer(session: Session, subject: Subject, num_steps: int) -> Callable[[StepPoint], StepSample]:
+    """Times steps; in a dry run they run once, and take what the engine's profile says."""
+    executor = subject.executor
+    if not session.config.dry_run:
+        return StepTimer(executor, num_steps=num_steps)
+    cost_model, timer = executor.cost_model, StepTimer(executor, num_steps=1, warm_up_steps=0)
+
+    def modelled(point: StepPoint) -> StepSample:
+        sample = timer(point)
+        cost = cost_model.step_cost(sample.num_tokens, sample.kv_tokens_read, sample.query_key_pairs)
+        return sample._replace(duration_s=cost.compute_s + cost.memory_s)
+
+    return modelled
 
 
 def _step_label(point: StepPoint) -> str:
@@ -683,7 +706,7 @@ def stack(session: Session, subject: Subject) -> None:
     """Steps of the executor: whole, as two halves on one stream, and overlapped by each of the partitions."""
     executor = subject.executor
     base = executor.cost_model
-    timer = StepTimer(executor, num_steps=1 if session.config.dry_run else 9)
+    timer = _step_timer(session, subject, 9)
     modes: list[tuple[str, Lanes | None]] = [(WHOLE, None), (HALVES, OneLane())]
     modes += [(f"split {n}", _lanes(subject, n)) for n in subject.usable_splits(session)]
     if len(modes) == 2 and subject.device.type == "cuda":

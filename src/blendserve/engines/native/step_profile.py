@@ -184,12 +184,21 @@ class StepTimer:
     Args:
         executor: with a model loaded; what it was doing is forgotten.
         num_steps: of which a point's median is taken.
+        warm_up_steps: before them.
         seed: of tokens and of the order of blocks.
     """
 
-    def __init__(self, executor: TorchExecutor, *, num_steps: int = 5, seed: int = 0) -> None:
+    def __init__(
+        self,
+        executor: TorchExecutor,
+        *,
+        num_steps: int = 5,
+        warm_up_steps: int = WARM_UP_STEPS,
+        seed: int = 0,
+    ) -> None:
         self._executor = executor
         self._num_steps = num_steps
+        self._warm_up_steps = warm_up_steps
         self._rng = np.random.default_rng(seed)
         self._num_filled = 0
 
@@ -207,7 +216,7 @@ class StepTimer:
         )
         self._fill(int(batch.block_tables.max(initial=0)) + 1)
         self._executor.start(self._requests(lengths))
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(self._warm_up_steps):
             self._executor.execute(batch)
         durations = [self._executor.execute(batch).duration_s for _ in range(self._num_steps)]
         return StepSample(
