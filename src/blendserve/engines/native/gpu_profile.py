@@ -365,7 +365,10 @@ def _clocks(subject: Subject) -> Row:
     if subject.device.type != "cuda":
         return {}
     subject.heat(100.0)
-    return {"sm_mhz": torch.cuda.clock_rate(), "power_w": torch.cuda.power_draw() / 1e3}
+    try:
+        return {"sm_mhz": torch.cuda.clock_rate(), "power_w": torch.cuda.power_draw() / 1e3}
+    except (ImportError, RuntimeError):  # torch asks a package that need not be there
+        return {}
 
 
 # -- decode attention alone ------------------------------------------------------------------------------------------
@@ -689,7 +692,7 @@ def _step_label(point: StepPoint) -> str:
 class OneLane:
     """`Lanes` that are all the same: halves one after the other."""
 
-    num_attention_sms = None
+    num_attention_sms: int | None = None
 
     def run(self, lane: str, operation: Any) -> None:  # noqa: ARG002
         """See `Lanes.run`."""
