@@ -119,6 +119,9 @@ def profile_engine(
         from blendserve.engines.native.session import profile_gpu
 
         session = profile_gpu(config, files, folder, max_time_s)
+        if "device" not in session["meta"]:
+            errors = [error["error"] for error in session.get("errors", [])]
+            raise ConfigError(f"nothing could be measured: {'; '.join(errors) or f'see {folder}'}")
         fit, samples = hardware_of_session(session, cost_model.model, base), samples_of_session(session)
         device = f"{session['meta']['device']}, {session['meta']['dtype']}"
     else:

@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,8 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blendserve.errors import BlendServeError
 
 if TYPE_CHECKING:
     from blendserve.engines import EngineConfig
@@ -42,8 +45,10 @@ MAX_LOSSES = 2
 REPORT_S = 6.0
 """of the limit, kept for what comes after the last section"""
 SAVE_EVERY_S = 5.0
-DEVICE_LOST = 3
-"""exit code of a worker whose device does not answer any more"""
+OPEN_S = 120.0
+"""until a worker has loaded what it measures, or has come to a section's first point"""
+DEVICE_LOST, CANNOT_OPEN = 3, 4
+"""exit codes of a worker: its device does not answer any more; what is to be measured cannot be had"""
 
 
 class DeviceLostError(BaseException):
@@ -172,7 +177,7 @@ class Session:
             resolve(section.function)(self, subject)
             skipped, failed = len(self.profile["skipped"]) > num_skipped, False
         except Exception:
-            self._record_error(name)
+            self.record_error(name)
             self._check_device()
             skipped, failed = False, True
         entry["status"] = "error" if failed else "cut" if skipped else "ok"
@@ -215,7 +220,7 @@ class Session:
         try:
             row = clean({**facts, **measure()})
         except Exception:
-            self._record_error(label)
+            self.record_error(label)
             self._check_device()
             return None
         finally:
@@ -237,7 +242,7 @@ class Session:
     def log(self, text: str) -> None:
         """A line of progress."""
         line = f"[{time.time() - self._started_s:6.1f} s] {self.section}: {text}"
-        print(line, flush=True)
+        print(line, file=sys.stderr, flush=True)
         with (self.config.folder / "session.log").open("a") as file:
             file.write(line + "\n")
 
@@ -254,10 +259,13 @@ class Session:
     def _key(self, label: str) -> str:
         return f"{self.section}: {label}"
 
-    def _record_error(self, label: str) -> None:
+    def record_error(self, label: str) -> None:
+        """Write down the exception that is being handled."""
         text = traceback.format_exc()
         last = text.strip().splitlines()[-1]
-        self.profile["errors"].append({"where": self._key(label), "error": last[:400]})
+        error = sys.exception()
+        said = str(error) if isinstance(error, BlendServeError) else last
+        self.profile["errors"].append({"where": self._key(label), "error": said[:400]})
         with (self.config.folder / "errors.txt").open("a") as file:
             file.write(f"=== {self._key(label)}\n{text}\n")
         self.log(f"failed: {label}: {last[:160]}")
@@ -303,7 +311,7 @@ def supervise(config: SessionConfig, sections: Sections, open_subject: str) -> d
         state = read_json(folder / "state.json") or {}
         section, label = state.get("section", "open"), state.get("label")
         losses.append({"section": section, "label": label, "reason": reason or f"exit {process.exitcode}"})
-        print(f"worker lost: {losses[-1]}", flush=True)
+        print(f"worker lost: {losses[-1]}", file=sys.stderr, flush=True)
         if label is not None:
             left_out.append(label)
         if label is None or sum(loss["section"] == section for loss in losses) >= MAX_LOSSES:
@@ -336,12 +344,16 @@ def _work(
     session = Session(config, sections, started_s, left_out)
     finished = {n for n, entry in session.profile["sections"].items() if entry["status"] != "running"}
     try:
-        session.mark(None, time.time() + 120.0)
-        subject = resolve(open_subject)(session)
+        session.mark(None, time.time() + OPEN_S)
+        try:
+            subject = resolve(open_subject)(session)
+        except Exception:
+            session.record_error("open")
+            os._exit(CANNOT_OPEN)
         for name, section in sections.items():
             if name in finished or name in given_up or (config.only and name not in config.only):
                 continue
-            session.mark(None, time.time() + 120.0)
+            session.mark(None, time.time() + OPEN_S)
             session.run(name, section, subject)
     except DeviceLostError:
         session.save()
@@ -369,7 +381,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 def _watch(process: BaseProcess, folder: Path, end_s: float) -> str | None:
     """Wait for a worker; stop it at the end of the session or once it outstays what it announced. The reason."""
-    hangs_s = time.time() + 120.0
+    hangs_s = time.time() + OPEN_S
     try:
         while process.is_alive():
             process.join(0.1)
