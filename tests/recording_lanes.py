@@ -20,7 +20,7 @@ LANES = ("main", "gemm", "attention")
 ORDERS = ("gemm", "attention", "random")
 
 
-class Race(AssertionError):
+class RaceError(AssertionError):
     """Something was not ordered by an event."""
 
 
@@ -126,7 +126,7 @@ class RecordingLanes:
         """Take note of an access by the lane that runs, and compare it with all others to the same bytes."""
         memory, lane = self._memory_of(tensor, "main"), self._lane
         if lane != memory.owner != "main":
-            raise Race(f"{lane} uses memory that {memory.owner} allocated")
+            raise RaceError(f"{lane} uses memory that {memory.owner} allocated")
         clock = self._clocks[lane]
         clock[lane] += 1
         for first, end in spans:
@@ -134,7 +134,7 @@ class RecordingLanes:
                 overlaps = other_first < end and first < other_end
                 if overlaps and other != lane and (wrote or is_write) and clock[other] < time:
                     kinds = ["writes" if write else "reads" for write in (wrote, is_write)]
-                    raise Race(f"{other} {kinds[0]} and {lane} {kinds[1]}, and nothing orders them")
+                    raise RaceError(f"{other} {kinds[0]} and {lane} {kinds[1]}, and nothing orders them")
             memory.accesses[first, end, lane, is_write] = clock[lane]
 
     def allocated(self, tensor: Tensor) -> None:

@@ -118,13 +118,17 @@ class Partition:
             raise ConfigError(f"{self} is no partition of a GPU; its SMs and rates must be above 0")
 
     def step_s(self, compute_s: float, memory_s: float) -> float:
-        """Seconds of a step whose parts take `compute_s` and `memory_s` alone on the whole GPU.
+        """Least seconds of a step whose parts take `compute_s` and `memory_s` alone on the whole GPU.
 
         Both run until one is through; what is left of the other has the GPU to itself.
         """
         compute_first_s = memory_s + compute_s * (1.0 - self.attention_rate) / self.gemm_rate
         memory_first_s = compute_s + memory_s * (1.0 - self.gemm_rate) / self.attention_rate
         return max(compute_first_s, memory_first_s)
+
+    def fixed_step_s(self, compute_s: float, memory_s: float) -> float:
+        """The same where either side keeps to its SMs, and to its rate, when the other is through."""
+        return max(compute_s / self.gemm_rate, memory_s / self.attention_rate)
 
 
 OVERLAP_TABLE_STEPS = 64
@@ -337,16 +341,11 @@ class CostModel:
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
 
     def best_partition(self, compute_s: float, memory_s: float) -> Partition | None:
-        """The partition in which a step is through first; None: sooner without any, one part after the other."""
+        """The partition for a whole step that ends first; None: it ends sooner with one part after the other."""
         split_s = compute_s * (1.0 + self.hardware.split_overhead)
-        best = min(
-            self.hardware.partitions,
-            key=lambda partition: partition.step_s(split_s, memory_s),
-            default=None,
-        )
-        if best is None or best.step_s(split_s, memory_s) >= compute_s + memory_s:
-            return None
-        return best
+        times = [(partition.fixed_step_s(split_s, memory_s), partition) for partition in self.hardware.partitions]
+        best_s, best = min(times, key=lambda time: time[0], default=(math.inf, None))
+        return best if best_s < compute_s + memory_s else None
 
     def step_lines(self) -> StepLines:
         """The step's time without padding, floor and prefill attention."""

@@ -180,6 +180,9 @@ def test_a_partition_runs_both_until_one_is_through() -> None:
     assert partition.step_s(1.0, 0.0) == partition.step_s(0.0, 1.0) == pytest.approx(1.0)
     proportional = Partition(48, 0.6, 0.4)
     assert proportional.step_s(3.0, 2.0) == pytest.approx(5.0), "to share a GPU is no gain by itself"
+    assert partition.fixed_step_s(0.68, 0.8) == pytest.approx(1.0)
+    assert partition.fixed_step_s(1.0, 0.0) == pytest.approx(1 / 0.68)
+    assert partition.fixed_step_s(0.0, 1.0) == pytest.approx(1 / 0.8)
 
 
 def test_the_best_partition() -> None:
@@ -189,8 +192,9 @@ def test_the_best_partition() -> None:
     assert cost.best_partition(1.0, 0.0) is None
     taxed = CostModel(LLAMA_3_8B, replace(A100, partitions=PARTITIONS, split_overhead=0.2))
     assert taxed.best_partition(1.0, 1.0) == PARTITIONS[1]
-    assert taxed.best_partition(6.0, 1.0) is None, "halves cost more than overlap saves"
-    assert cost.best_partition(6.0, 1.0) is not None
+    assert taxed.best_partition(3.0, 1.0) is None, "halves cost more than overlap saves"
+    assert cost.best_partition(9.0, 1.0) is None, "nine parts of ten run alone, on some of the multiprocessors"
+    assert cost.best_partition(1.0, 9.0) is None
     assert CostModel(LLAMA_3_8B, A100).best_partition(1.0, 1.0) is None
 
 

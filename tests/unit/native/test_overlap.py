@@ -15,16 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blendserve.cost_model import CostModel, HardwareSpec, Partition
+from blendserve.cost_model import CostModel, Partition
 from blendserve.engines.native import device as device_module
 from blendserve.engines.native import overlap
 from blendserve.engines.native.attention import KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.native.model import LlamaModel, ModelConfig
-from blendserve.engines.native.overlap import Halves, Lanes, OverlappedModel, split_batch
+from blendserve.engines.native.overlap import Lanes, OverlappedModel, split_batch
 from blendserve.request import RequestTable, SamplingParams
 from blendserve.scheduling.batch import Batch
-from tests.recording_lanes import ORDERS, Race, RecordingLanes
+from tests.recording_lanes import ORDERS, RaceError, RecordingLanes
 from tests.unit.native import test_executor as executor_tests
 from tests.workload import COST_MODEL
 
@@ -325,7 +325,7 @@ def test_every_wait_is_needed_and_none_is_missing(llama: Path, order: str) -> No
     for dropped in range(lanes.num_waits):
         lanes = RecordingLanes(order, dropped)
         attention = case.attention()
-        with lanes.recording(), pytest.raises(Race):
+        with lanes.recording(), pytest.raises(RaceError):
             case.halves(attention, lanes, num_steps=2)
 
 
@@ -345,7 +345,7 @@ def test_what_a_race_is(first: str, second: str) -> None:
             if ordered:
                 lanes.wait("attention", lanes.record("gemm"))
             lanes.run("attention", partial(uses[second], second_rows))
-            with pytest.raises(Race) if second_rows == slice(3, 8) else nullcontext():
+            with pytest.raises(RaceError) if second_rows == slice(3, 8) else nullcontext():
                 lanes.drain()
 
 
@@ -357,7 +357,7 @@ def test_what_a_lane_allocates_stays_there() -> None:
         lanes.run("gemm", lambda: made.append(torch.ones(3)))
         lanes.wait("attention", lanes.record("gemm"))
         lanes.run("attention", lambda: made[0].add_(1))
-        with pytest.raises(Race, match="memory that gemm allocated"):
+        with pytest.raises(RaceError, match="memory that gemm allocated"):
             lanes.drain()
 
 
