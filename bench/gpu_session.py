@@ -95,7 +95,14 @@ class Run(NamedTuple):
         return f"{self.policy} {'overlapped' if self.is_overlapped else 'sequential'}"
 
 
-RUNS = (Run("blend", True), Run("dfs", False), Run("dfs", True), Run("blend", False), Run("random", False), Run("random", True))
+RUNS = (
+    Run("blend", True),
+    Run("dfs", False),
+    Run("dfs", True),
+    Run("blend", False),
+    Run("random", False),
+    Run("random", True),
+)
 """in order of value: the first two are what is aimed at"""
 
 
@@ -108,7 +115,10 @@ def kinds(num_requests: int, *, is_tiny: bool = False) -> list[Kind]:
     if is_tiny:
         return [Kind(num_requests - num_long, 20, 1, 3, 2, 0.1), Kind(num_long, 40, 1, 2, 4, 0.1)]
     documents = max(num_long // 40, 1)
-    return [Kind(num_requests - num_long, 700, 57, 20, 2, 0.1), Kind(num_long, 2500, documents, 20, 250, 0.35)]
+    return [
+        Kind(num_requests - num_long, 700, 57, 20, 2, 0.1),
+        Kind(num_long, 2500, documents, 20, 250, 0.35),
+    ]
 
 
 @cache
@@ -355,18 +365,18 @@ def report(profile: dict[str, Any]) -> str:
                 f"pair {label}: products {shown(row['gemm_rate'], '.2f')} + attention "
                 f"{shown(row['attention_rate'], '.2f')} of their speed alone"
             )
-    for point in stack_points(profile):
-        lines.append(
-            f"step {point['num_tokens']} tokens, {point['kv_tokens_read']:,} read, density "
-            f"{shown(point.get('density'), '.2f')}: whole {shown(point.get('whole'), '.2f')} ms, halves "
-            f"{shown(point.get('halves'), '.2f')}, overlapped {shown(point.get('overlapped'), '.2f')} "
-            f"({point.get('mode', '-')}): {shown(point.get('gain'), '.3f')}x"
-        )
+    lines += [
+        f"step {point['num_tokens']} tokens, {point['kv_tokens_read']:,} read, density "
+        f"{shown(point.get('density'), '.2f')}: whole {shown(point.get('whole'), '.2f')} ms, halves "
+        f"{shown(point.get('halves'), '.2f')}, overlapped {shown(point.get('overlapped'), '.2f')} "
+        f"({point.get('mode', '-')}): {shown(point.get('gain'), '.3f')}x"
+        for point in stack_points(profile)
+    ]
     for label, row in profile.get(END_TO_END, {}).items():
         lines.append(
             f"{label}: {row['tokens_per_s']:,.0f} tokens/s, simulated {row['predicted_tokens_per_s']:,.0f}; "
-            f"{row['wall_s']:.1f} s, simulated {row['predicted_s']:.1f}; {row['overlapped_ratio']:.0%} of steps overlapped"
-            + (", not to its end" if row["is_cut"] else "")
+            f"{row['wall_s']:.1f} s, simulated {row['predicted_s']:.1f}; {row['overlapped_ratio']:.0%} of steps "
+            "overlapped" + (", not to its end" if row["is_cut"] else "")
         )
     for name, aim, value in targets(profile):
         reached = "-" if value is None else "reached" if value >= aim else "missed"
@@ -425,7 +435,11 @@ def main() -> None:
     print(report(profile), flush=True)
     summary: dict[str, Any] = {"targets": targets(profile), "sections": profile["sections"]}
     try:
-        name = "dry-run" if arguments.dry_run else f"{profile['meta'].get('device', 'gpu')}".lower().replace(" ", "-")
+        name = (
+            "dry-run"
+            if arguments.dry_run
+            else f"{profile['meta'].get('device', 'gpu')}".lower().replace(" ", "-")
+        )
         fit = hardware_of_session(profile, model, replace(base, name=name))
         provenance = (
             f"measured: {profile['meta']['device']}, {profile['meta']['dtype']}, {files.name} with random weights; "
@@ -434,7 +448,10 @@ def main() -> None:
         hardware = replace(fit.hardware, provenance=provenance)
         hardware.save(arguments.out / "hardware.json")
         HardwareSpec.load(str(arguments.out / "hardware.json"))
-        summary |= {"hardware": str(arguments.out / "hardware.json"), "mean_error_ratio": fit.mean_error_ratio}
+        summary |= {
+            "hardware": str(arguments.out / "hardware.json"),
+            "mean_error_ratio": fit.mean_error_ratio,
+        }
         print(f"profile written to {arguments.out / 'hardware.json'}")
     except (ConfigError, KeyError) as error:
         print(f"no hardware profile: {error}", flush=True)

@@ -136,7 +136,7 @@ OVERLAP_TABLE_STEPS = 64
 
 
 def overlap_of_partitions(partitions: Sequence[Partition], split_overhead: float = 0.0) -> Overlap:
-    """What a step takes where every step runs in the best of the partitions, or one part after the other.
+    """What a step takes if it runs in the best of the partitions to its end, or one part after the other.
 
     The best of several convex functions is not convex; the table is the lower convex hull of it, so that no step is
     modelled slower than measured and the bound of `simulator.practical_optimum` holds.
@@ -144,7 +144,7 @@ def overlap_of_partitions(partitions: Sequence[Partition], split_overhead: float
     hull: list[tuple[float, float]] = []
     for step in range(OVERLAP_TABLE_STEPS + 1):
         share = step / OVERLAP_TABLE_STEPS
-        times = [p.step_s(share * (1.0 + split_overhead), 1.0 - share) for p in partitions]
+        times = [p.fixed_step_s(share * (1.0 + split_overhead), 1.0 - share) for p in partitions]
         point = (share, round(min([1.0, *times]), 6))
         while len(hull) > 1 and not _turns_up(*hull[-2:], point):
             hull.pop()
@@ -343,7 +343,9 @@ class CostModel:
     def best_partition(self, compute_s: float, memory_s: float) -> Partition | None:
         """The partition for a whole step that ends first; None: it ends sooner with one part after the other."""
         split_s = compute_s * (1.0 + self.hardware.split_overhead)
-        times = [(partition.fixed_step_s(split_s, memory_s), partition) for partition in self.hardware.partitions]
+        times = [
+            (partition.fixed_step_s(split_s, memory_s), partition) for partition in self.hardware.partitions
+        ]
         best_s, best = min(times, key=lambda time: time[0], default=(math.inf, None))
         return best if best_s < compute_s + memory_s else None
 

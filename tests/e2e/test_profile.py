@@ -23,7 +23,9 @@ def model(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+def profile(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
     path = tmp_path_factory.mktemp("profile") / "mine.json"
     sizes = ("--max-num-batched-tokens", "128", "--max-num-seqs", "16", "--kv-cache-memory", "64MiB")
     return path, blendserve("profile", "--model", model, "--device", "cpu", "-o", path, *sizes, "--json")
@@ -104,7 +106,9 @@ def test_a_session_on_a_gpu_is_tried_out_on_a_cpu(tmp_path: Path) -> None:
     assert [error["where"] for error in profile["errors"]] == ["failing: failing"]
     assert [(loss["label"], loss["reason"]) for loss in profile["losses"]] == [("hanging: hang", "hung")]
     assert profile["skipped"] == ["too_long: does not fit"]
-    assert all(row["error"] < 1e-3 for label, row in profile["attention"].items() if label.startswith("check"))
+    assert all(
+        row["error"] < 1e-3 for label, row in profile["attention"].items() if label.startswith("check")
+    )
     assert {row["mode"] for row in profile["stack"].values()} == {"whole", "halves", "split 8", "split 4"}
     runs = profile["end_to_end"]
     assert len(runs) == 6

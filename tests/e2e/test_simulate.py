@@ -74,7 +74,9 @@ def test_a_batch_file(tmp_path: Path) -> None:
 
 def test_another_device_overlaps_as_its_profile_says() -> None:
     found = rows(
-        simulate("trace1", "--num-requests", "3000", "--hardware", "h200-estimate", "--policy", "dfs", "--json")
+        simulate(
+            "trace1", "--num-requests", "3000", "--hardware", "h200-estimate", "--policy", "dfs", "--json"
+        )
     )
     assert [(row["hardware"], row["setting"]) for row in found] == [
         ("h200-estimate", "profile"),

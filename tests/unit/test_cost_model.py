@@ -193,7 +193,9 @@ def test_the_best_partition() -> None:
     taxed = CostModel(LLAMA_3_8B, replace(A100, partitions=PARTITIONS, split_overhead=0.2))
     assert taxed.best_partition(1.0, 1.0) == PARTITIONS[1]
     assert taxed.best_partition(3.0, 1.0) is None, "halves cost more than overlap saves"
-    assert cost.best_partition(9.0, 1.0) is None, "nine parts of ten run alone, on some of the multiprocessors"
+    assert cost.best_partition(9.0, 1.0) is None, (
+        "nine parts of ten run alone, on some of the multiprocessors"
+    )
     assert cost.best_partition(1.0, 9.0) is None
     assert CostModel(LLAMA_3_8B, A100).best_partition(1.0, 1.0) is None
 
@@ -224,7 +226,7 @@ def test_the_table_of_partitions_is_below_what_each_of_them_takes(
     overlap = overlap_of_partitions(partitions, split_overhead)
     for step in range(65):
         compute_s, memory_s = step / 64, 1 - step / 64
-        times = [p.step_s(compute_s * (1 + split_overhead), memory_s) for p in partitions]
+        times = [p.fixed_step_s(compute_s * (1 + split_overhead), memory_s) for p in partitions]
         assert overlap(compute_s, memory_s) <= min([1.0, *times]) + 1e-6
 
 

@@ -111,9 +111,7 @@ def profile_engine(
     if config.engine != "native":
         raise ConfigError(f"--engine {config.engine} cannot be profiled yet; use --engine native")
     config.check()
-    base = replace(
-        config.hardware_spec(), name=name, overlap=Overlap(), partitions=(), split_overhead=0.0
-    )
+    base = replace(config.hardware_spec(), name=name, overlap=Overlap(), partitions=(), split_overhead=0.0)
     cost_model = config.cost_model(files)
     if config.on_cuda:
         from blendserve.engines.native.session import profile_gpu
@@ -232,8 +230,14 @@ def partitions_of_session(profile: Mapping[str, Any]) -> tuple[Partition, ...]:
 
     Where the device cannot be split, of streams of different priority, as the engine then has.
     """
-    rows = [row for row in _rows(profile, "pair") if min(row.get("gemm_rate", 0), row.get("attention_rate", 0)) > 0]
-    found = [row for row in rows if row["mode"] == "split"] or [row for row in rows if row["mode"] == "priority"]
+    rows = [
+        row
+        for row in _rows(profile, "pair")
+        if min(row.get("gemm_rate", 0), row.get("attention_rate", 0)) > 0
+    ]
+    found = [row for row in rows if row["mode"] == "split"] or [
+        row for row in rows if row["mode"] == "priority"
+    ]
     partitions = []
     for num_sms in sorted({row["sm_attention"] for row in found}):
         of_split = [row for row in found if row["sm_attention"] == num_sms]

@@ -20,7 +20,10 @@ from blendserve.workloads import PAPER_MODELS
 
 MODEL = PAPER_MODELS["llama-3-8b"]
 TRUE = replace(
-    HardwareSpec.load("a100-80g-paper"), overlap=Overlap(), token_granularity=1, prefill_attention_efficiency=0.4
+    HardwareSpec.load("a100-80g-paper"),
+    overlap=Overlap(),
+    token_granularity=1,
+    prefill_attention_efficiency=0.4,
 )
 PROMPTS = (16, 64, 256, 512, 1024, 2048)
 DECODES = ((1, 4000), (8, 1000), (64, 500), (64, 2000), (256, 1500))

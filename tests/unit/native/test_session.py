@@ -55,7 +55,9 @@ def test_points_are_skipped_where_they_do_not_fit(tmp_path: Path) -> None:
     made.section = "good"
     made.budget.begin("good")
     assert made.point("a", 30.0, lambda: {"value": 1}, size=7) == {"size": 7, "value": 1}
-    assert made.point("b", 30.0, lambda: {"value": 2}) is None, "30 of 50 seconds are gone on the virtual clock"
+    assert made.point("b", 30.0, lambda: {"value": 2}) is None, (
+        "30 of 50 seconds are gone on the virtual clock"
+    )
     assert made.point("c", 20.0, lambda: {"value": float("nan")}) == {"value": None}
     assert made.profile["skipped"] == ["good: b"]
     made.save()
@@ -72,7 +74,9 @@ def test_what_raises_and_what_lost_a_worker_is_left_out(tmp_path: Path) -> None:
     made.budget.begin("good")
     assert made.point("lost", 1.0, lambda: pytest.fail("it must not run")) is None
     assert made.point("fails", 1.0, lambda: {"value": 1 / 0}) is None
-    assert made.profile["errors"] == [{"where": "good: fails", "error": "ZeroDivisionError: division by zero"}]
+    assert made.profile["errors"] == [
+        {"where": "good: fails", "error": "ZeroDivisionError: division by zero"}
+    ]
     assert "1 / 0" in (tmp_path / "errors.txt").read_text()
     made.is_device_alive = lambda: False
     with pytest.raises(DeviceLostError):

@@ -14,7 +14,9 @@ from tests.workload import COST_MODEL
 
 
 @pytest.fixture(scope="module")
-def executor(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchExecutor]:
+def executor(
+    make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TorchExecutor]:
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("steps") / "model")
     executor = TorchExecutor(folder, None, cost_model=COST_MODEL, num_blocks=64, block_size=4)
     yield executor
@@ -28,7 +30,9 @@ def test_a_step_is_what_was_asked_for(executor: TorchExecutor) -> None:
     assert 5 * 6 <= sample.kv_tokens_read <= 5 * 10
     assert sample.query_key_pairs == 20 * 21 / 2 + 7 * 8 / 2
     assert sample.duration_s > 0
-    assert all(cache.any() for cache in executor.attention.cache_tensors()), "an empty cache costs nothing to read"
+    assert all(cache.any() for cache in executor.attention.cache_tensors()), (
+        "an empty cache costs nothing to read"
+    )
     assert timer(StepPoint((), 3, 8)).num_prefill_tokens == 0
     assert timer(StepPoint((9,))).kv_tokens_read == 0
 

@@ -65,7 +65,14 @@ class Sizes:
     nano_tokens: tuple[int, ...] = (512, 1024)
     tokens: tuple[int, ...] = (1024, 2048, 512, 256, 1536, 768, 384, 4096, 128)
     window_ms: float = 40.0
-    stack: tuple[tuple[int, float], ...] = ((1024, 80), (1024, 50), (2048, 80), (2048, 50), (1024, 25), (512, 50))
+    stack: tuple[tuple[int, float], ...] = (
+        (1024, 80),
+        (1024, 50),
+        (2048, 80),
+        (2048, 50),
+        (1024, 25),
+        (512, 50),
+    )
     """tokens, GB of KV read in all layers"""
     prefills: tuple[tuple[int, int, int], ...] = (
         *((1, 1024, 0), (1, 1024, 1024), (1, 1024, 3072), (1, 512, 0)),
@@ -231,7 +238,9 @@ def _describe(subject: Subject) -> Row:
 def probes(session: Session, subject: Subject) -> None:
     """Whether products and kernels run on streams of parts of the device, side by side and undisturbed."""
     session.point("kernels", 30.0, lambda: {"error": _kernel_error(subject, subject.full)})
-    session.point("plain streams", 1.0, lambda: {"serialization": _serialization(subject, subject.full, subject.second)})
+    session.point(
+        "plain streams", 1.0, lambda: {"serialization": _serialization(subject, subject.full, subject.second)}
+    )
     for num_sms in subject.sizes.splits:
         session.point(f"split {num_sms}", 1.5, partial(_probe_split, subject, num_sms), hang_s=45.0)
     session.log("splits that work: " + (" ".join(map(str, subject.usable_splits(session))) or "none"))
@@ -240,7 +249,8 @@ def probes(session: Session, subject: Subject) -> None:
 def _probe_split(subject: Subject, num_sms: int) -> Row:
     attention, gemm, sms = subject.split(num_sms)
     on_attention, on_gemm = (
-        _sms_used(subject, stream, count) for stream, count in ((attention, sms), (gemm, subject.num_sms - sms))
+        _sms_used(subject, stream, count)
+        for stream, count in ((attention, sms), (gemm, subject.num_sms - sms))
     )
     product_error, kernel_error = _product_error(subject, gemm), _kernel_error(subject, attention)
     return {
@@ -283,7 +293,9 @@ def _serialization(subject: Subject, *streams: Any) -> float:
     """2 if two streams wait for each other, 1 if not: kernels of one thread that pass the time."""
     if subject.device.type != "cuda":
         return 1.0
-    return subject.timer.together_ratio([(stream, lambda: torch.cuda._sleep(2_000_000)) for stream in streams])
+    return subject.timer.together_ratio(
+        [(stream, lambda: torch.cuda._sleep(2_000_000)) for stream in streams]
+    )
 
 
 def _product_error(subject: Subject, stream: Any) -> float:
@@ -430,7 +442,9 @@ def attention(session: Session, subject: Subject) -> None:
     for sms, stream, variant, programs in cases:
         _decode_point(session, bench, sms, stream, variants[variant], variant, programs, sizes.context)
     best = max(
-        (row for row in rows.values() if row.get("sm") == subject.num_sms), key=lambda row: row["gbps"], default=None
+        (row for row in rows.values() if row.get("sm") == subject.num_sms),
+        key=lambda row: row["gbps"],
+        default=None,
     )
     if best is None:
         return
@@ -479,13 +493,17 @@ def _decode_error(subject: Subject, tma: bool) -> Row:
     shape, config = subject.attention.shape, subject.model.config
     qkv = subject.random(len(contexts), sum(config.qkv_sizes))
     pages = subject.attention.pages[0]
-    out = torch.full((len(contexts), config.qkv_sizes[0]), math.nan, device=subject.device, dtype=subject.dtype)
+    out = torch.full(
+        (len(contexts), config.qkv_sizes[0]), math.nan, device=subject.device, dtype=subject.dtype
+    )
     with torch.inference_mode():
         attention.attend(0, qkv, out, "decode")
     subject.timer.synchronize()
     worst = 0.0
     for row, context in enumerate(contexts.tolist()):
-        blocks = torch.from_numpy(layout.block_tables[row, : -(-context // shape.block_size)]).to(subject.device)
+        blocks = torch.from_numpy(layout.block_tables[row, : -(-context // shape.block_size)]).to(
+            subject.device
+        )
         keys, values = (
             part.float().transpose(0, 1).flatten(1, 2)[:, :context] for part in pages[blocks.long()].unbind(1)
         )
@@ -589,7 +607,10 @@ def pair(session: Session, subject: Subject) -> None:
         chain = ChainBench(subject, num_tokens)
         subject.heat()
         alone = session.point(
-            f"alone M={num_tokens}", POINT_S * 2, partial(_alone, subject, chain, bench), num_tokens=num_tokens
+            f"alone M={num_tokens}",
+            POINT_S * 2,
+            partial(_alone, subject, chain, bench),
+            num_tokens=num_tokens,
         )
         if alone is None:
             continue
@@ -629,7 +650,12 @@ def _alone(subject: Subject, chain: ChainBench, bench: DecodeBench) -> Row:
 
 
 def _both(
-    subject: Subject, chain: ChainBench, bench: DecodeBench, num_sms: int, streams: tuple[Any, Any], alone: Row
+    subject: Subject,
+    chain: ChainBench,
+    bench: DecodeBench,
+    num_sms: int,
+    streams: tuple[Any, Any],
+    alone: Row,
 ) -> Row:
     """Rates while both are busy: the median of several windows, after one that only sizes the others."""
     attend = bench.work(num_sms)
@@ -646,7 +672,9 @@ def _both(
         shared = shared_rates(*ends)
         rates = (shared.first_per_ms * alone_us[0] / 1e3, shared.second_per_ms * alone_us[1] / 1e3)
         found.append((*rates, shared.window_ms))
-    gemm_rate, attention_rate, window_ms = (statistics.median(column) for column in zip(*found[1:], strict=True))
+    gemm_rate, attention_rate, window_ms = (
+        statistics.median(column) for column in zip(*found[1:], strict=True)
+    )
     return {"gemm_rate": gemm_rate, "attention_rate": attention_rate, "window_ms": window_ms}
 
 

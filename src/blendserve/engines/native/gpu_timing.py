@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,7 @@ class CudaTimer:
                     work(sample * calls + i)
                 stamps.append(self._stamp(stream))
         self.synchronize()
-        times = [a.elapsed_time(b) / calls * 1e3 for a, b in zip(stamps, stamps[1:], strict=False)]
+        times = [a.elapsed_time(b) / calls * 1e3 for a, b in itertools.pairwise(stamps)]
         return float(statistics.median(times))
 
     def together_ratio(self, jobs: Sequence[tuple[torch.cuda.Stream, Callable[[], object]]]) -> float:
@@ -164,7 +165,7 @@ class HostTimer:
 
     def stream(self, priority: int = 0) -> Any:
         """See `Timer.stream`."""
-        return object()
+        return ("stream", priority)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:  # noqa: ARG002

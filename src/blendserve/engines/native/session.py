@@ -99,6 +99,7 @@ class VirtualClock:
         self.now_s = now_s
 
     def __call__(self) -> float:
+        """The time it has been moved to."""
         return self.now_s
 
 

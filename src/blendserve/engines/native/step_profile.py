@@ -57,8 +57,8 @@ def step_points(
 ) -> list[StepPoint]:
     """Steps that tell the terms of a step's cost apart, the most telling first.
 
-    Prompts alone, from a few tokens to a full step, as one prompt and as several, so that attention shows; decodes alone,
-    few and many, over short and long contexts; and both together.
+    Prompts alone, from a few tokens to a full step, as one prompt and as several, so that attention shows; decodes
+    alone, few and many, over short and long contexts; and both together.
     """
     longest = max_model_len - ROOM
     full = min(max_num_batched_tokens, kv_capacity_tokens // 2)
@@ -111,7 +111,9 @@ def make_batch(
     lengths = num_computed + num_tokens
     num_blocks = -(-lengths // executor.block_size)
     total = int(num_blocks.sum())
-    assert total <= executor.num_blocks, f"{total} blocks do not fit the KV cache, which has {executor.num_blocks}"
+    assert total <= executor.num_blocks, (
+        f"{total} blocks do not fit the KV cache, which has {executor.num_blocks}"
+    )
     tables = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
     tables[np.arange(tables.shape[1])[None, :] < num_blocks[:, None]] = rng.permutation(total)
     decodes = (num_tokens == 1) & (num_computed > 0)
