@@ -400,6 +400,8 @@ def main() -> None:
     only = tuple(name for name in arguments.only.split(",") if name)
     if unknown := set(only) - set(sections):
         parser.error(f"--only: no {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
+    if only:
+        only = ("probes", *only)  # which say what can be split
     config = TINY if arguments.dry_run else LLAMA_8B
     folder = arguments.out.resolve() / "model"
     folder.mkdir(parents=True, exist_ok=True)

@@ -141,11 +141,14 @@ def overlap_of_partitions(partitions: Sequence[Partition], split_overhead: float
     The best of several convex functions is not convex; the table is the lower convex hull of it, so that no step is
     modelled slower than measured and the bound of `simulator.practical_optimum` holds.
     """
+    compute = 1.0 + split_overhead
+    shares = {step / OVERLAP_TABLE_STEPS for step in range(OVERLAP_TABLE_STEPS + 1)}
+    # And where both sides of a partition end at the same time: it is at its best there.
+    shares |= {p.gemm_rate / (p.gemm_rate + p.attention_rate * compute) for p in partitions}
     hull: list[tuple[float, float]] = []
-    for step in range(OVERLAP_TABLE_STEPS + 1):
-        share = step / OVERLAP_TABLE_STEPS
-        times = [p.fixed_step_s(share * (1.0 + split_overhead), 1.0 - share) for p in partitions]
-        point = (share, round(min([1.0, *times]), 6))
+    for share in sorted(shares):
+        times = [p.fixed_step_s(share * compute, 1.0 - share) for p in partitions]
+        point = (share, min([1.0, *times]))
         while len(hull) > 1 and not _turns_up(*hull[-2:], point):
             hull.pop()
         hull.append(point)
@@ -153,7 +156,7 @@ def overlap_of_partitions(partitions: Sequence[Partition], split_overhead: float
 
 
 def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[0] - a[0]) * (c[1] - b[1]) - (b[1] - a[1]) * (c[0] - b[0]) > 1e-9
+    return (b[0] - a[0]) * (c[1] - b[1]) - (b[1] - a[1]) * (c[0] - b[0]) > 1e-12
 
 
 @dataclass(frozen=True, slots=True)

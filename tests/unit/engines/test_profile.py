@@ -29,14 +29,17 @@ PROMPTS = (16, 64, 256, 512, 1024, 2048)
 DECODES = ((1, 4000), (8, 1000), (64, 500), (64, 2000), (256, 1500))
 
 
-def sample(prefill: int, rows: int, context: int, hardware: HardwareSpec = TRUE) -> StepSample:
-    pairs = prefill * (prefill + 1) / 2
+def sample(
+    prefill: int, rows: int, context: int, hardware: HardwareSpec = TRUE, num_prompts: int = 1
+) -> StepSample:
+    pairs = prefill * (prefill / num_prompts + 1) / 2
     cost = CostModel(MODEL, hardware).step_cost(prefill + rows, rows * context, pairs)
     return StepSample(prefill, rows, rows * context, cost.step_s, pairs)
 
 
 def samples(hardware: HardwareSpec = TRUE) -> list[StepSample]:
     found = [sample(prefill, 0, 0, hardware) for prefill in PROMPTS]
+    found += [sample(prefill, 0, 0, hardware, num_prompts=prefill // 64) for prefill in PROMPTS[2:]]
     found += [sample(0, rows, context, hardware) for rows, context in DECODES]
     return [*found, sample(512, 128, 1000, hardware), sample(1024, 256, 2000, hardware)]
 

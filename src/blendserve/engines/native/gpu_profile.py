@@ -237,7 +237,7 @@ def _describe(subject: Subject) -> Row:
 
 def probes(session: Session, subject: Subject) -> None:
     """Whether products and kernels run on streams of parts of the device, side by side and undisturbed."""
-    session.point("kernels", 30.0, lambda: {"error": _kernel_error(subject, subject.full)})
+    session.point("kernels", 5.0, lambda: {"error": _kernel_error(subject, subject.full)}, hang_s=90.0)
     session.point(
         "plain streams", 1.0, lambda: {"serialization": _serialization(subject, subject.full, subject.second)}
     )

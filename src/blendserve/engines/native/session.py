@@ -44,7 +44,6 @@ MAX_LOSSES = 2
 """of a section, until the rest of it is left out"""
 REPORT_S = 6.0
 """of the limit, kept for what comes after the last section"""
-SAVE_EVERY_S = 5.0
 OPEN_S = 120.0
 """until a worker has loaded what it measures, or has come to a section's first point"""
 DEVICE_LOST, CANNOT_OPEN = 3, 4
@@ -160,7 +159,6 @@ class Session:
             self._virtual or time.time,
             0.0 if self._virtual else started_s,
         )
-        self._saved_s = 0.0
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -229,8 +227,7 @@ class Session:
                 self._virtual.now_s += estimate_s
                 self.profile["meta"]["clock_s"] = self._virtual.now_s
         rows[label] = row
-        if time.time() - self._saved_s > SAVE_EVERY_S:
-            self.save()
+        self.save()
         return row
 
     def rows(self, section: str) -> dict[str, Row]:
@@ -249,7 +246,6 @@ class Session:
 
     def save(self) -> None:
         """Write what there is."""
-        self._saved_s = time.time()
         write_json(self.config.folder / "profile.json", clean(self.profile))
 
     def mark(self, label: str | None, until_s: float) -> None:
