@@ -84,6 +84,7 @@ class RecordingLanes:
     def is_idle(self) -> bool:
         return not any(self._queues.values())
 
+    @torch.inference_mode()
     def drain(self, until: Event | None = None) -> None:
         """Run what was put off, until an event is recorded or to the end."""
         while not self.is_idle and (until is None or until.clock is None):

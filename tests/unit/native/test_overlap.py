@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from blendserve.cost_model import CostModel, Partition
 from blendserve.engines.native import device as device_module
 from blendserve.engines.native import overlap
-from blendserve.engines.native.attention import KVShape, PagedAttention, StepLayout, make_attention
+from blendserve.engines.native.attention import (
+    KVShape,
+    PagedAttention,
+    StepLayout,
+    TorchAttention,
+    make_attention,
+)
 from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.native.model import LlamaModel, ModelConfig
 from blendserve.engines.native.overlap import Lanes, OverlappedModel, split_batch
@@ -212,8 +218,13 @@ class Case:
                 requests=self.batch.requests[rows],
                 num_computed=np.zeros(len(rows), np.int32),
                 num_tokens=self.batch.num_computed[rows],
+                samples=np.zeros(len(rows), np.bool_),
             )
             self.whole(attention, before)
+        if isinstance(attention, TorchAttention):
+            written = torch.from_numpy(StepLayout.from_batch(self.batch, BLOCK_SIZE).kv_slots)
+            for pages in cache_of(attention):
+                pages.flatten(0, 1)[written] = torch.nan  # nobody may read what the step has yet to write
         return attention
 
     def ids(self, batch: Batch) -> torch.Tensor:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blendserve.cost_model import CostModel, HardwareSpec, Partition
+from blendserve.engines import AttentionBackend
 from blendserve.engines.native import open_executor, triton_probes
 from blendserve.engines.native.attention import StepLayout
 from blendserve.engines.native.device import split_gpu
@@ -114,9 +115,7 @@ class Subject:
 
     def __init__(self, executor: TorchExecutor, timer: Timer, sizes: Sizes) -> None:
         self.executor, self.timer, self.sizes = executor, timer, sizes
-        self.model = executor.model
-        assert isinstance(executor.attention, TritonAttention)
-        self.attention = executor.attention
+        self.model, self.attention = executor.model, executor.attention
         self.device, self.dtype = self.model.embedding.device, self.model.dtype
         self.rng = np.random.default_rng(0)
         self.num_sms = TINY_SMS
@@ -195,7 +194,9 @@ def open_subject(session: Session) -> Subject:
     began_s = time.perf_counter()
     engine, files = session.config.options["engine"], session.config.options["files"]
     is_dry = session.config.dry_run
-    engine = replace(engine, overlap="off", attention_backend="triton", load_format="dummy")
+    # The interpreter is slow: a dry run has Triton's kernels in the checks alone.
+    backend: AttentionBackend = "torch" if is_dry else "triton"
+    engine = replace(engine, overlap="off", attention_backend=backend, load_format="dummy")
     torch.manual_seed(0)
     executor = open_executor(engine, files.folder, None, engine.cost_model(files))
     assert isinstance(executor, TorchExecutor)
@@ -409,10 +410,10 @@ class DecodeBench:
         """Calls that run on so many SMs, as the engine would unless told otherwise."""
         attention = self.subject.attention.twin()
         attention.begin(self.layout, num_sms)
-        if tma is not None:
-            attention.tma = tma
-        if programs_per_sm is not None:
-            attention._programs = num_sms * programs_per_sm
+        if isinstance(attention, TritonAttention):
+            attention.tma = attention.tma if tma is None else tma
+            if programs_per_sm is not None:
+                attention.num_programs_in_step = num_sms * programs_per_sm
         self.subject.timer.synchronize()
         num_layers = self.subject.num_layers
         return torch.inference_mode()(
@@ -423,7 +424,7 @@ class DecodeBench:
 def attention(session: Session, subject: Subject) -> None:
     """Decode attention against a reference; then its bandwidth by variant, SMs, programs, KV size and context."""
     variants = {"pointers": False}
-    if subject.attention.tma:
+    if isinstance(subject.attention, TritonAttention) and subject.attention.tma:
         variants = {"tma": True, **variants}
     for name, tma in variants.items():
         session.point(f"check {name}", 10.0, partial(_decode_error, subject, tma))
@@ -487,12 +488,18 @@ def _decode_error(subject: Subject, tma: bool) -> Row:
     """Worst relative error of a row against float32, at lengths around the ends of blocks."""
     contexts = np.array(subject.sizes.checked_contexts)
     layout = subject.layout(contexts - 1, np.ones(len(contexts), np.int64))
-    attention = subject.attention.twin()
+    shape, config = subject.attention.shape, subject.model.config
+    if isinstance(subject.attention, TritonAttention):
+        attention = subject.attention.twin()
+    else:
+        attention = TritonAttention(
+            replace(shape, num_layers=1), (subject.attention.cosine, subject.attention.sine)
+        )
+        attention.pages[0].normal_()
     attention.begin(layout)
     attention.tma = tma
-    shape, config = subject.attention.shape, subject.model.config
     qkv = subject.random(len(contexts), sum(config.qkv_sizes))
-    pages = subject.attention.pages[0]
+    pages = attention.pages[0]
     out = torch.full(
         (len(contexts), config.qkv_sizes[0]), math.nan, device=subject.device, dtype=subject.dtype
     )

@@ -19,6 +19,7 @@ memory that is handed out again on a lane was last used on that lane, or by lane
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -349,7 +350,7 @@ class OverlappedModel:
         torch.index_select(self._model.embedding, 0, token_ids, out=buffers.residual[:num_tokens])
         nanos, first_selected = [], 0
         rows = (0, halves.num_rows, len(layout.context_lens))
-        for attention, first, end in zip(self._attentions, rows, rows[1:], strict=True):
+        for attention, (first, end) in zip(self._attentions, itertools.pairwise(rows), strict=True):
             part = layout.part(first, end)
             attention.begin(part, halves.lanes.num_attention_sms)
             start, stop = layout.query_starts[[first, end]].tolist()

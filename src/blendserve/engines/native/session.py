@@ -165,6 +165,7 @@ class Session:
     def run(self, name: str, section: Section, subject: Any) -> None:
         """Run one section; whatever goes wrong in it ends the section alone."""
         self.section = name
+        self.mark(None, time.time() + OPEN_S)
         self.budget.begin(name)
         began_s = time.time()
         entry = self.profile["sections"].setdefault(name, {})
@@ -350,7 +351,6 @@ def _work(
         for name, section in sections.items():
             if name in finished or name in given_up or (config.only and name not in config.only):
                 continue
-            session.mark(None, time.time() + OPEN_S)
             session.run(name, section, subject)
     except DeviceLostError:
         session.save()
