@@ -149,7 +149,7 @@ def overlap_of_partitions(partitions: Sequence[Partition], split_overhead: float
     for share in sorted(shares):
         times = [p.fixed_step_s(share * compute, 1.0 - share) for p in partitions]
         point = (share, min([1.0, *times]))
-        while len(hull) > 1 and not _turns_up(*hull[-2:], point):
+        while len(hull) > 1 and not _turns_up(hull[-2], hull[-1], point):
             hull.pop()
         hull.append(point)
     return Overlap("table", points=tuple(hull))

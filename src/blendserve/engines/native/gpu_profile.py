@@ -26,7 +26,7 @@ from blendserve.engines.native import open_executor, triton_probes
 from blendserve.engines.native.attention import StepLayout
 from blendserve.engines.native.device import split_gpu
 from blendserve.engines.native.executor import TorchExecutor
-from blendserve.engines.native.gpu_timing import CudaTimer, HostTimer, Timer, Work, shared_rates
+from blendserve.engines.native.gpu_timing import CudaTimer, HostTimer, Timer, Work, pass_time, shared_rates
 from blendserve.engines.native.model import ModelConfig
 from blendserve.engines.native.overlap import CudaLanes, Lanes, open_lanes
 from blendserve.engines.native.sampler import SamplingRow, choose
@@ -294,9 +294,7 @@ def _serialization(subject: Subject, *streams: Any) -> float:
     """2 if two streams wait for each other, 1 if not: kernels of one thread that pass the time."""
     if subject.device.type != "cuda":
         return 1.0
-    return subject.timer.together_ratio(
-        [(stream, lambda: torch.cuda._sleep(2_000_000)) for stream in streams]
-    )
+    return subject.timer.together_ratio([(stream, partial(pass_time, 1000)) for stream in streams])
 
 
 def _product_error(subject: Subject, stream: Any) -> float:
@@ -701,7 +699,7 @@ def steps(session: Session, subject: Subject) -> None:
         kv_capacity_tokens=executor.num_blocks * executor.block_size,
     )
     for point in points:
-        session.point(_step_label(point), STEP_POINT_S, lambda point=point: timer(point)._asdict())
+        session.point(_step_label(point), STEP_POINT_S, partial(_timed, timer, point))
 
 
 def _step_timer(session: Session, subject: Subject, num_steps: int) -> Callable[[StepPoint], StepSample]:
@@ -717,6 +715,10 @@ def _step_timer(session: Session, subject: Subject, num_steps: int) -> Callable[
         return sample._replace(duration_s=cost.compute_s + cost.memory_s)
 
     return modelled
+
+
+def _timed(timer: Callable[[StepPoint], StepSample], point: StepPoint) -> Row:
+    return timer(point)._asdict()
 
 
 def _step_label(point: StepPoint) -> str:
@@ -748,8 +750,8 @@ def stack(session: Session, subject: Subject) -> None:
     modes: list[tuple[str, Lanes | None]] = [(WHOLE, None), (HALVES, OneLane())]
     modes += [(f"split {n}", _lanes(subject, n)) for n in subject.usable_splits(session)]
     if len(modes) == 2 and subject.device.type == "cuda":
-        lanes = CudaLanes(subject.second, subject.high, subject.sizes.splits[0])
-        modes.append((f"priority {subject.sizes.splits[0]}", lanes))
+        by_priority = CudaLanes(subject.second, subject.high, subject.sizes.splits[0])
+        modes.append((f"priority {subject.sizes.splits[0]}", by_priority))
     try:
         for num_tokens, kv_gb in subject.sizes.stack:
             point = _stack_point(subject, num_tokens, kv_gb)
@@ -761,7 +763,7 @@ def stack(session: Session, subject: Subject) -> None:
                 row = session.point(
                     f"T={num_tokens} {kv_gb:g} GB {mode}",
                     STEP_POINT_S,
-                    lambda point=point: timer(point)._asdict(),
+                    partial(_timed, timer, point),
                     mode=mode,
                     num_tokens=num_tokens,
                 )
@@ -828,28 +830,39 @@ def small(session: Session, subject: Subject) -> None:
             session.point(
                 f"{name} M={num_tokens}",
                 POINT_S,
-                lambda work=work: {"us": subject.timer.call_us(work, subject.full)},
+                partial(_call, subject, work),
                 operation=name,
                 num_tokens=num_tokens,
             )
-    row = SamplingRow(SamplingParams(temperature=0.0), 0, 0, ())
     for num_rows in subject.sizes.head_rows:
         hidden = subject.random(num_rows, config.hidden_size)
         logits = torch.cat(list(subject.model.logits(hidden)))
         works: dict[str, Work] = {
-            "head": lambda _, hidden=hidden: list(subject.model.logits(hidden)),
-            "choose": lambda _, logits=logits, num_rows=num_rows: choose(logits, [row] * num_rows),
+            "head": partial(_head, subject, hidden),
+            "choose": partial(_choose, logits),
         }
         for name, work in works.items():
             session.point(
                 f"{name} rows={num_rows}",
                 POINT_S,
-                lambda work=work: {"us": subject.timer.call_us(work, subject.full)},
+                partial(_call, subject, work),
                 operation=name,
                 num_rows=num_rows,
             )
     chain = ChainBench(subject, subject.sizes.nano_tokens[0])
     session.point("host time of a layer", POINT_S, partial(_host_time, subject, chain))
+
+
+def _call(subject: Subject, work: Work) -> Row:
+    return {"us": subject.timer.call_us(work, subject.full)}
+
+
+def _head(subject: Subject, hidden: Tensor, _call: int) -> None:
+    list(subject.model.logits(hidden))
+
+
+def _choose(logits: Tensor, _call: int) -> None:
+    choose(logits, [SamplingRow(SamplingParams(temperature=0.0), 0, 0)] * len(logits))
 
 
 def _prefill(subject: Subject, num_rows: int, length: int, prefix: int) -> Row:
@@ -871,9 +884,10 @@ def _operations(subject: Subject, num_tokens: int) -> dict[str, Work]:
     attention.begin(subject.layout(np.zeros(1, np.int64), np.full(1, num_tokens)))
     x, qkv = subject.random(num_tokens, config.hidden_size), subject.random(num_tokens, sum(config.qkv_sizes))
     gate_up = subject.random(num_tokens, subject.product_sizes["gate_up"][1])
+    nothing = torch.zeros_like(x)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=subject.device)
     works: dict[str, Work] = {
-        "norm": lambda _: model.ops.add_rms_norm(x, x, layer.input_norm),
+        "norm": lambda _: model.ops.add_rms_norm(x, nothing, layer.input_norm),
         "silu_mul": lambda _: model.ops.silu_mul(gate_up),
         "rope_and_store": lambda i: attention.store(i % subject.num_layers, qkv),
         "embedding": lambda _: model.embedding[ids],

@@ -71,7 +71,7 @@ class CudaTimer:
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream:
         """See `Timer.stream`."""
-        return torch.cuda.Stream(priority=priority)
+        return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """See `Timer.on`."""
@@ -157,7 +157,12 @@ class CudaTimer:
     def _hold(self, stream: torch.cuda.Stream, us: float) -> None:
         """Keep a stream busy, so that what follows is all there before it begins."""
         with self.on(stream):
-            torch.cuda._sleep(int(us * SPIN_CYCLES_PER_US))
+            pass_time(us)
+
+
+def pass_time(us: float) -> None:
+    """Have the current stream of a GPU do nothing for about so long."""
+    torch.cuda._sleep(int(us * SPIN_CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
 
 class HostTimer:
@@ -210,7 +215,8 @@ def shared_rates(first: NDArray[np.float64], second: NDArray[np.float64]) -> Sha
     if high <= low:
         return SharedRates(0.0, 0.0, 0.0)
     done = [np.diff(np.interp([low, high], ends, np.arange(len(ends))))[0] for ends in (first, second)]
-    return SharedRates(*(float(count / (high - low)) for count in done), float(high - low))
+    per_ms = [float(count / (high - low)) for count in done]
+    return SharedRates(per_ms[0], per_ms[1], float(high - low))
 
 
 def _in_turns(counts: tuple[int, int]) -> list[tuple[int, int]]:

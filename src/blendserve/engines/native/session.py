@@ -209,8 +209,8 @@ class Session:
             facts: what the point is.
         """
         rows = self.rows(self.section)
-        if label in rows:
-            return rows[label]
+        if found := rows.get(label):
+            return found
         if self._key(label) in self.left_out:
             return None
         if not self.budget.fits(estimate_s):
@@ -218,7 +218,7 @@ class Session:
             return None
         self.mark(label, time.time() + (hang_s or 45.0 + 4.0 * estimate_s))
         try:
-            row = clean({**facts, **measure()})
+            row: Row = clean({**facts, **measure()})
         except Exception:
             self.record_error(label)
             self._check_device()
