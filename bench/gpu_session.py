@@ -116,10 +116,11 @@ def kinds(num_requests: int, *, is_tiny: bool = False) -> list[Kind]:
     num_long = max(round(LONG_RATIO * num_requests), 1)
     if is_tiny:
         return [Kind(num_requests - num_long, 20, 1, 3, 2, 0.1), Kind(num_long, 40, 1, 2, 4, 0.1)]
+    # Prefixes in whole blocks of 64 tokens, as half a block is computed by each request again.
     documents = max(num_long // 40, 1)
     return [
-        Kind(num_requests - num_long, 700, 57, 20, 2, 0.1),
-        Kind(num_long, 2500, documents, 20, 250, 0.35),
+        Kind(num_requests - num_long, 704, 57, 20, 2, 0.1),
+        Kind(num_long, 2560, documents, 20, 250, 0.35),
     ]
 
 
@@ -158,15 +159,10 @@ def end_to_end(session: Session, subject: Any) -> None:
         True: CostModel(model, hardware),
         False: CostModel(model, sequential(hardware)),
     }
-    num_requests = 8
     session.mark(None, time.time() + PREPARATION_S)
-    if not is_tiny:
-        requests, output_tokens = requests_of(PILOT_REQUESTS, model.vocab_size, is_tiny)
-        _, plan = plan_workload(requests, output_tokens, cost_models[False], "known")
-        per_request_s = (plan.compute_s + plan.memory_s) / PILOT_REQUESTS
-        # Sequential runs take this long, the others less; a sixth is for planning and what is unforeseen.
-        slice_s = session.budget.left_s / len(RUNS) * 5 / 6
-        num_requests = int(min(max(slice_s / per_request_s, MIN_REQUESTS), MAX_REQUESTS))
+    # Sequential runs take their slice of the time, the others less; a sixth is for planning and what is unforeseen.
+    slice_s = session.budget.left_s / len(RUNS) * 5 / 6
+    num_requests = min(requests_in(slice_s, cost_models[False], is_tiny), 8 if is_tiny else MAX_REQUESTS)
     session.log(f"{num_requests:,} requests, {len(lanes)} partitions to overlap in")
     requests, output_tokens = requests_of(num_requests, model.vocab_size, is_tiny)
     slowdown = 1.0  # of runs so far, over what was predicted
@@ -206,6 +202,14 @@ def end_to_end(session: Session, subject: Any) -> None:
                 f"{row['predicted_tokens_per_s']:,.0f}"
             )
     executor.set_overlap(CostModel(model, base), {})
+
+
+def requests_in(seconds: float, cost_model: CostModel, is_tiny: bool) -> int:
+    """How many requests of the mix take so long, one operator after the other."""
+    requests, output_tokens = requests_of(PILOT_REQUESTS, cost_model.model.vocab_size, is_tiny)
+    _, plan = plan_workload(requests, output_tokens, cost_model, "known")
+    per_request_s = (plan.compute_s() + plan.memory_s()) / PILOT_REQUESTS
+    return max(int(seconds / per_request_s), MIN_REQUESTS)
 
 
 def run_job(executor: Any, requests: RequestTable, plan: Plan, policy: PolicyName, limit_s: float) -> Row:
