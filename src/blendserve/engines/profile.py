@@ -242,7 +242,7 @@ def partitions_of_session(profile: Mapping[str, Any]) -> tuple[Partition, ...]:
     for num_sms in sorted({row["sm_attention"] for row in found}):
         of_split = [row for row in found if row["sm_attention"] == num_sms]
         gemm_rate, attention_rate = (
-            round(min(statistics.median(row[name] for row in of_split), 1.0), 4)
+            min(float(f"{statistics.median(row[name] for row in of_split):.4g}"), 1.0)
             for name in ("gemm_rate", "attention_rate")
         )
         partitions.append(Partition(num_sms, gemm_rate, attention_rate))

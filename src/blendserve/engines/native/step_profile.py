@@ -5,6 +5,7 @@ The KV cache holds noise instead of what the requests' tokens would have left th
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import time
@@ -28,6 +29,8 @@ from blendserve.tokens import PromptTokens
 ROOM = 64
 """tokens that a sequence must have left to generate, so that no step of a measurement ends it"""
 WARM_UP_STEPS = 2
+POINTS_IN_TIME = 16
+"""that the time for a measurement is meant to do for, on a machine however slow"""
 CPU_KV_BYTES = 512 << 20
 """of KV that a step on a CPU reads at most: far beyond its caches, and written to in seconds"""
 
@@ -159,7 +162,7 @@ def measure_cpu(
             max_model_len=executor.max_model_len,
             kv_capacity_tokens=int(min(kv_bytes, CPU_KV_BYTES) / model.kv_bytes_per_token),
         )
-        timer = StepTimer(executor, num_steps=3)
+        timer = StepTimer(executor, num_steps=3, warm_up_steps=1, max_s=max_time_s / POINTS_IN_TIME)
         samples = []
         for point in points:
             if time.perf_counter() - began_s > max_time_s:
@@ -187,6 +190,7 @@ class StepTimer:
         executor: with a model loaded; what it was doing is forgotten.
         num_steps: of which a point's median is taken.
         warm_up_steps: before them.
+        max_s: after which no further step of a point is run.
         seed: of tokens and of the order of blocks.
     """
 
@@ -196,11 +200,13 @@ class StepTimer:
         *,
         num_steps: int = 5,
         warm_up_steps: int = WARM_UP_STEPS,
+        max_s: float = math.inf,
         seed: int = 0,
     ) -> None:
         self._executor = executor
         self._num_steps = num_steps
         self._warm_up_steps = warm_up_steps
+        self._max_s = max_s
         self._rng = np.random.default_rng(seed)
         self._num_filled = 0
 
@@ -218,14 +224,18 @@ class StepTimer:
         )
         self._fill(int(batch.block_tables.max(initial=0)) + 1)
         self._executor.start(self._requests(lengths))
-        for _ in range(self._warm_up_steps):
-            self._executor.execute(batch)
-        durations = [self._executor.execute(batch).duration_s for _ in range(self._num_steps)]
+        until_s = time.perf_counter() + self._max_s
+        durations: list[float] = []
+        for _ in range(self._warm_up_steps + self._num_steps):
+            durations.append(self._executor.execute(batch).duration_s)
+            if time.perf_counter() > until_s:
+                break
+        measured = durations[self._warm_up_steps :] or durations[-1:]
         return StepSample(
             batch.num_prefill_tokens,
             batch.num_decode_tokens,
             batch.kv_tokens_read,
-            statistics.median(durations),
+            statistics.median(measured),
             batch.query_key_pairs,
         )
 
