@@ -1,7 +1,7 @@
 """Lanes on CPU tensors that put operations off, run them in orders that a GPU might, and look for races.
 
 Every access to memory is seen where torch dispatches it, with the lane and its time; what C or Triton do with pointers
-is not. Two accesses to the same bytes on different lanes, at least one of them a write, must be ordered by events.
+is not. Two accesses to the same element on different lanes, at least one of them a write, must be ordered by events.
 """
 
 import itertools
@@ -9,10 +9,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,17 +28,28 @@ class RaceError(AssertionError):
 
 @dataclass
 class Event:
-    clock: dict[str, int] | None = None
+    clock: NDArray[np.int32] | None = None
     """of the lane when it was recorded; None: not yet"""
 
 
-@dataclass
 class Memory:
-    """One storage: who may use it, and its accesses by (first byte, end, lane, is write), the last time of each."""
+    """One storage: who may use it, and when each lane last read and wrote each element."""
 
-    storage: Any  # kept, so that its address means nothing else
-    owner: str
-    accesses: dict[tuple[int, int, str, bool], int] = field(default_factory=dict)
+    def __init__(self, tensor: Tensor, owner: str) -> None:
+        self.storage = tensor.untyped_storage()  # kept, so that its address means nothing else
+        self.owner = owner
+        num_elements = self.storage.nbytes() // tensor.element_size()
+        self.read, self.written = np.zeros((2, len(LANES), num_elements), np.int32)
+
+    def places_of(self, tensor: Tensor, rows: Tensor | None) -> Any:
+        """Elements of a view of the storage, or of some rows of it, as an index."""
+        first = tensor.storage_offset()
+        if rows is None and tensor.is_contiguous():
+            return slice(first, first + tensor.numel())
+        places = np.arange(self.read.shape[1])[first:]
+        strides = [stride * places.itemsize for stride in tensor.stride()]
+        places = np.lib.stride_tricks.as_strided(places, tensor.shape, strides)
+        return (places if rows is None else places[rows.numpy()]).ravel()
 
 
 class RecordingLanes:
@@ -48,14 +61,15 @@ class RecordingLanes:
     """
 
     def __init__(self, order: str = "gemm", drop: int | None = None) -> None:
-        self.num_attention_sms = None
+        self.num_attention_sms: int | None = None
         self.num_waits = 0
         self.num_operations = dict.fromkeys(LANES, 0)
         self._order = order
         self._drop = drop
         self._random = random.Random(0)
         self._queues: dict[str, deque[tuple[str, Any]]] = {"gemm": deque(), "attention": deque()}
-        self._clocks = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
+        # Of each lane, how many accesses of every lane came before what it does now.
+        self._clocks = {lane: np.zeros(len(LANES), np.int32) for lane in LANES}
         self._lane = "main"
         self._memory: dict[int, Memory] = {}
 
@@ -113,9 +127,7 @@ class RecordingLanes:
 
     def _join(self, lane: str, event: Event) -> None:
         assert event.clock is not None
-        clock = self._clocks[lane]
-        for other, time in event.clock.items():
-            clock[other] = max(clock[other], time)
+        self._clocks[lane] = np.maximum(self._clocks[lane], event.clock)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -123,28 +135,28 @@ class RecordingLanes:
         with _Watch(self):
             yield
 
-    def access(self, tensor: Tensor, spans: Iterator[tuple[int, int]], *, is_write: bool) -> None:
-        """Take note of an access by the lane that runs, and compare it with all others to the same bytes."""
+    def access(self, tensor: Tensor, rows: Tensor | None, *, is_write: bool) -> None:
+        """Take note of an access by the lane that runs, and compare it with earlier ones to the same elements."""
         memory, lane = self._memory_of(tensor, "main"), self._lane
         if lane != memory.owner != "main":
             raise RaceError(f"{lane} uses memory that {memory.owner} allocated")
-        clock = self._clocks[lane]
-        clock[lane] += 1
-        for first, end in spans:
-            for (other_first, other_end, other, wrote), time in memory.accesses.items():
-                overlaps = other_first < end and first < other_end
-                if overlaps and other != lane and (wrote or is_write) and clock[other] < time:
-                    kinds = ["writes" if write else "reads" for write in (wrote, is_write)]
-                    raise RaceError(f"{other} {kinds[0]} and {lane} {kinds[1]}, and nothing orders them")
-            memory.accesses[first, end, lane, is_write] = clock[lane]
+        clock, own = self._clocks[lane], LANES.index(lane)
+        clock[own] += 1
+        places = memory.places_of(tensor, rows)
+        for what, times in (("wrote", memory.written), ("read", memory.read)):
+            if (what == "wrote" or is_write) and (times[:, places] > clock[:, None]).any():
+                raise RaceError(f"nothing makes {lane} wait for another lane that {what} what it uses")
+        (memory.written if is_write else memory.read)[own, places] = clock[own]
 
     def allocated(self, tensor: Tensor) -> None:
         """Take note of who owns the memory of a new tensor."""
         self._memory_of(tensor, self._lane)
 
     def _memory_of(self, tensor: Tensor, owner: str) -> Memory:
-        storage = tensor.untyped_storage()
-        return self._memory.setdefault(storage._cdata, Memory(storage, owner))
+        address = address_of(tensor)
+        if address not in self._memory:
+            self._memory[address] = Memory(tensor, owner)
+        return self._memory[address]
 
 
 class _Watch(TorchDispatchMode):
@@ -158,25 +170,26 @@ class _Watch(TorchDispatchMode):
             dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
         )
         result = function(*args, **kwargs)
-        results = [tensor for tensor in tensors_in(result) if has_memory(tensor)]
-        views = {tensor.untyped_storage()._cdata for tensor in results}
-        known = set()
+        results = list(filter(has_memory, tensors_in(result)))
+        views, known = set(map(address_of, results)), set()
         for argument in function._schema.arguments:
             aliases = argument.alias_info
             is_write = aliases is not None and aliases.is_write
-            for tensor in tensors_in(given.get(argument.name)):
-                if not has_memory(tensor):
-                    continue
-                known.add(tensor.untyped_storage()._cdata)
-                if aliases is not None and not is_write and tensor.untyped_storage()._cdata in views:
+            for tensor in filter(has_memory, tensors_in(given.get(argument.name))):
+                known.add(address_of(tensor))
+                if aliases is not None and not is_write and address_of(tensor) in views:
                     continue  # a view is no access
-                is_indexed = argument.name == "self" and "index" in function._schema.name
-                spans = rows_of(tensor, given) if is_indexed else [whole(tensor)]
-                self._lanes.access(tensor, spans, is_write=is_write)
+                rows = rows_of(function, given) if argument.name == "self" else None
+                self._lanes.access(tensor, rows, is_write=is_write)
         for tensor in results:
-            if tensor.untyped_storage()._cdata not in known:
+            if address_of(tensor) not in known:
                 self._lanes.allocated(tensor)
         return result
+
+
+def address_of(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -191,16 +204,10 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() > 0
 
 
-def whole(tensor: Tensor) -> tuple[int, int]:
-    """First byte and end of what a tensor spans in its storage."""
-    first = tensor.storage_offset() * tensor.element_size()
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return first, first + extent * tensor.element_size()
-
-
-def rows_of(tensor: Tensor, given: dict[str, Any]) -> list[tuple[int, int]]:
-    """What `tensor[index]` spans where one index picks rows."""
+def rows_of(function: Any, given: dict[str, Any]) -> Tensor | None:
+    """The rows that an operation with one index uses; None: it uses all."""
+    if function._schema.name not in {"aten::index", "aten::index_put_", "aten::index_select"}:
+        return None
     indices = given.get("indices", [given.get("index")])
-    if len(indices) != 1 or not isinstance(indices[0], Tensor) or indices[0].dtype == torch.bool:
-        return [whole(tensor)]
-    return [whole(tensor[row]) for row in set(indices[0].flatten().tolist())]
+    one = indices[0] if len(indices) == 1 else None
+    return one if isinstance(one, Tensor) and one.dtype != torch.bool else None

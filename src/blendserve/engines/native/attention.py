@@ -225,11 +225,11 @@ class TorchAttention(PagedAttention):
             pages = (self.keys[layer][blocks], self.values[layer][blocks])
             keys, values = (page.flatten(0, 1)[None, :context] for page in pages)
             output[tokens] = self._attend(queries[tokens][None], keys, values, visible)[0]
-        for tokens, blocks, visible, unwritten in self._decodes if rows != "prefill" else ():
+        for decodes, blocks, visible, unwritten in self._decodes if rows != "prefill" else ():
             pages = (self.keys[layer][blocks], self.values[layer][blocks])
             # Places that no token has written yet may hold NaN, which no mask silences.
             keys, values = (page.flatten(1, 2).masked_fill_(unwritten, 0) for page in pages)
-            output[tokens] = self._attend(queries[tokens][:, None], keys, values, visible)[:, 0]
+            output[decodes] = self._attend(queries[decodes][:, None], keys, values, visible)[:, 0]
         return output
 
     def cache_tensors(self) -> list[Tensor]:

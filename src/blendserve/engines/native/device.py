@@ -92,7 +92,7 @@ def split_gpu(device: int, num_sms: int) -> tuple[torch.cuda.Stream, torch.cuda.
         context = _returned(driver.cuGreenCtxCreate(description, handle, default_stream))
         non_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = _returned(driver.cuGreenCtxStreamCreate(context, non_blocking, 0))
-        streams.append(torch.cuda.ExternalStream(int(stream), device))
+        streams.append(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
     return streams[0], streams[1], int(groups[0].sm.smCount)
 
 

@@ -83,7 +83,8 @@ class CudaLanes:
 
     def record(self, lane: Lane) -> torch.cuda.Event:
         """See `Lanes.record`."""
-        return self._stream(lane).record_event()
+        event: torch.cuda.Event = self._stream(lane).record_event()
+        return event
 
     def wait(self, lane: Lane, event: torch.cuda.Event) -> None:
         """See `Lanes.wait`."""
@@ -108,8 +109,8 @@ def open_lanes(hardware: HardwareSpec, model: LlamaModel) -> dict[Partition, Lan
         return CudaLanes(gemm, attention, num_sms)
 
     def by_priority(partition: Partition) -> Lanes:
-        attention = torch.cuda.Stream(device, priority=-1)
-        return CudaLanes(torch.cuda.Stream(device), attention, partition.sm_attention)
+        gemm, attention = (torch.cuda.Stream(device, priority=priority) for priority in (0, -1))  # type: ignore[no-untyped-call]
+        return CudaLanes(gemm, attention, partition.sm_attention)
 
     return _open_first(
         hardware.partitions,
@@ -229,8 +230,8 @@ def _shares_written_blocks(batch: Batch, block_size: int) -> NDArray[np.bool_]:
     is_shared = np.zeros(len(num_users), np.bool_)
     is_shared[tables[is_written]] = True
     is_shared &= num_users > 1
-    found: NDArray[np.bool_] = (is_used & is_shared[np.where(is_used, tables, 0)]).any(axis=1)
-    return found
+    shares: NDArray[np.bool_] = is_used & is_shared[np.where(is_used, tables, 0)]
+    return np.asarray(shares.any(axis=1))
 
 
 # -- the step --------------------------------------------------------------------------------------------------------
