@@ -31,7 +31,7 @@ ROOM = 64
 WARM_UP_STEPS = 2
 POINTS_IN_TIME = 16
 """that the time for a measurement is meant to do for, on a machine however slow"""
-CPU_KV_BYTES = 512 << 20
+CPU_KV_BYTES = 1 << 30
 """of KV that a step on a CPU reads at most: far beyond its caches, and written to in seconds"""
 
 
@@ -84,18 +84,19 @@ def step_points(
 
     points = [
         prompts(full, longest),
-        decodes(1, longest),
+        decodes(64, longest),
         prompts(full // 8, longest),
-        decodes(1, longest // 4),
+        decodes(64, longest // 16),
         decodes(8, longest),
-        both(4, longest),
         prompts(full, 64),
+        decodes(1, longest),
+        both(4, longest),
         prompts(full // 2, longest),
         prompts(16, longest),
         decodes(8, longest // 16),
-        decodes(64, longest),
         both(2, longest // 4),
         prompts(full // 4, longest),
+        decodes(1, longest // 4),
         decodes(2, longest // 2),
     ]
     return list(dict.fromkeys(points))
