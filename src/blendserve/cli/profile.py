@@ -138,6 +138,10 @@ def _print_summary(fit: Fit) -> None:
         f"attention\n"
         f"error    {fit.mean_error_ratio:.1%} on average"
     )
+    if fit.unseen:
+        console.print(
+            f"unseen   {', '.join(fit.unseen)}: too little in these steps, taken to run at the ceiling"
+        )
     for partition in hardware.partitions:
         console.print(
             f"split    {partition.sm_attention} SMs of attention: products at {partition.gemm_rate:.0%}, attention at "

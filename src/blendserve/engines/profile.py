@@ -70,6 +70,8 @@ class Fit(NamedTuple):
     """[num_samples]"""
     mean_error_ratio: float
     """mean of |predicted - measured| / measured"""
+    unseen: tuple[str, ...] = ()
+    """what the steps did not show, and the profile has at the ceiling"""
 
 
 class _Times(NamedTuple):
@@ -151,19 +153,21 @@ def fit_hardware(
         ceilings: of the device, to state rates as shares of; None: the rates themselves.
 
     Raises:
-        ConfigError: the samples do not tell what a token, or a token read, costs.
+        ConfigError: the samples are too few, or tell neither what a token computed nor what one read costs; without
+            ceilings, not both.
     """
     times = _fit_times(samples)
-    if not times.token_s > 0.0 or not times.read_s > 0.0:
-        lacking = "a token computed" if not times.token_s > 0.0 else "a KV token read"
+    terms = {"a token computed": times.token_s, "a KV token read": times.read_s}
+    unseen = [name for name, seconds in terms.items() if seconds == 0.0]
+    if len(unseen) == 2 or (unseen and ceilings is None):
         raise ConfigError(
-            f"the {len(samples)} steps measured do not tell what {lacking} costs; measure again on a quieter machine, "
-            "or with more --max-num-batched-tokens or --max-model-len"
+            f"the {len(samples)} steps measured do not tell what {' and '.join(unseen)} costs; measure again on a "
+            "quieter machine, or with more --max-num-batched-tokens or --max-model-len"
         )
-    gemm_rate = 2.0 * model.active_params / times.token_s
-    read_rate = model.kv_bytes_per_token / times.read_s
-    flops = max(ceilings.flops, gemm_rate) if ceilings else gemm_rate
-    bandwidth = max(ceilings.bandwidth, read_rate) if ceilings else read_rate
+    top = ceilings or Ceilings(0.0, 0.0)
+    gemm_rate = 2.0 * model.active_params / times.token_s if times.token_s else top.flops
+    read_rate = model.kv_bytes_per_token / times.read_s if times.read_s else top.bandwidth
+    flops, bandwidth = max(top.flops, gemm_rate), max(top.bandwidth, read_rate)
     pair_flops = 4.0 * model.num_heads * model.head_dim * model.num_layers
     weight_bytes = model.active_params * model.bytes_per_weight
     floor_s = times.floor_s or times.fixed_s + times.token_s
@@ -186,7 +190,9 @@ def fit_hardware(
         for sample in samples
     ]
     errors = [abs(p / sample.duration_s - 1.0) for p, sample in zip(predicted, samples, strict=True)]
-    return Fit(hardware, predicted, float(np.mean(errors)))
+    if times.pair_s == 0.0:
+        unseen.append("attention of prompts")
+    return Fit(hardware, predicted, float(np.mean(errors)), tuple(unseen))
 
 
 def hardware_of_session(profile: Mapping[str, Any], model: ModelSpec, base: HardwareSpec) -> Fit:

@@ -89,8 +89,21 @@ def test_steps_that_do_not_tell_are_refused() -> None:
         fit_hardware(samples()[:2], MODEL, TRUE)
     with pytest.raises(ConfigError, match="a KV token read"):
         fit_hardware([sample(prefill, 0, 0) for prefill in PROMPTS], MODEL, TRUE)
+    same = [sample(16, 0, 0)] * 4
+    with pytest.raises(ConfigError, match="a token computed and a KV token read"):
+        fit_hardware(same, MODEL, TRUE, Ceilings(TRUE.flops, TRUE.bandwidth))
     with pytest.raises(ConfigError, match="a token computed"):
         fit_hardware([sample(0, 1, 1000 * n) for n in range(1, 6)], MODEL, TRUE)
+
+
+def test_what_steps_do_not_show_runs_at_the_ceiling() -> None:
+    ceilings = Ceilings(TRUE.flops, TRUE.bandwidth)
+    fit = fit_hardware(
+        [sample(64, 0, 0, num_prompts=n) for n in (1, 2, 4, 8)] + samples()[:6], MODEL, TRUE, ceilings
+    )
+    assert fit.unseen == ("a KV token read",)
+    assert fit.hardware.attention_efficiency == 1.0
+    assert fit.hardware.bandwidth == TRUE.bandwidth
 
 
 def session(**sections: list[dict[str, Any]]) -> dict[str, Any]:
