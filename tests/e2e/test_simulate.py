@@ -83,7 +83,7 @@ def test_another_device_overlaps_as_its_profile_says() -> None:
         ("h200-estimate", "sequential"),
     ]
     assert [row["overlap"] for row in found] == ["table", "sequential"]
-    assert found[0]["makespan_s"] < 0.95 * found[1]["makespan_s"]
+    assert found[0]["makespan_s"] < 0.98 * found[1]["makespan_s"]
     assert all(0 < row["optimum_ratio"] <= 1 for row in found)
 
 
