@@ -117,6 +117,11 @@ def test_a_split_holds_every_token_once_in_an_order_that_works(batch: Batch, gra
     for row in np.flatnonzero(split.samples):
         assert split.num_computed[row] + split.num_tokens[row] == ends[split.requests[row]]
 
+    ones = split.requests[:num_rows][split.num_tokens[:num_rows] == 1]
+    assert set(ones) <= set(batch.requests[batch.num_tokens == 1]), (
+        "a cut chunk attends on the lane that writes it"
+    )
+
     being_written = set()
     for row in range(len(batch.requests)):
         first, count = int(batch.num_computed[row]), int(batch.num_tokens[row])
