@@ -8,8 +8,8 @@ from the profile that was just measured. Never takes longer than the budget. In 
 results come (a table per section), `hardware.json` (for `--hardware`), `session.log`, `errors.txt`, `clocks.csv`.
 
 Prints progress, then a table and what was aimed at; the last line of standard output is JSON. `--dry-run` walks through
-all of it on a CPU in a minute or two, with tiny sizes in Triton's interpreter, a section that fails and a process that
-hangs; its figures mean nothing.
+all of it on a CPU in a minute or two, with tiny sizes, a section that fails and a process that hangs; its figures mean
+nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a GPU makes of the native engine's kernels, alone and side by side: sections of a measuring session.
 
 Every section is a function of a `session.Session` and the `Subject`, the executor with a model of random weights. In a
-dry run the subject is tiny, its kernels run in Triton's interpreter, and times are those of a CPU.
+dry run the subject is tiny and on a CPU, and Triton's interpreter runs what is checked and no more.
 """
 
 from __future__ import annotations
