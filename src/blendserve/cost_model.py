@@ -10,7 +10,8 @@ import bisect
 import itertools
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -130,6 +131,34 @@ class Partition:
         return max(compute_s / self.gemm_rate, memory_s / self.attention_rate)
 
 
+OVERLAP_TABLE_STEPS = 64
+"""shares of compute at which partitions are looked at for a table"""
+
+
+def overlap_of_partitions(partitions: Sequence[Partition], split_overhead: float = 0.0) -> Overlap:
+    """What a step takes if it runs in the best of the partitions to its end, or one part after the other.
+
+    The best of several convex functions is not convex; the table is the lower convex hull of it, so that no step is
+    modelled slower than measured and the bound of `simulator.practical_optimum` holds.
+    """
+    compute = 1.0 + split_overhead
+    shares = {step / OVERLAP_TABLE_STEPS for step in range(OVERLAP_TABLE_STEPS + 1)}
+    # And where both sides of a partition end at the same time: it is at its best there.
+    shares |= {p.gemm_rate / (p.gemm_rate + p.attention_rate * compute) for p in partitions}
+    hull: list[tuple[float, float]] = []
+    for share in sorted(shares):
+        times = [p.fixed_step_s(share * compute, 1.0 - share) for p in partitions]
+        point = (share, min([1.0, *times]))
+        while len(hull) > 1 and not _turns_up(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return Overlap("table", points=tuple(hull))
+
+
+def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[0] - a[0]) * (c[1] - b[1]) - (b[1] - a[1]) * (c[0] - b[0]) > 1e-12
+
+
 @dataclass(frozen=True, slots=True)
 class HardwareSpec:
     """Rates and memory of one device (or of a tensor-parallel group, with rates and memory added up)."""
@@ -189,6 +218,21 @@ class HardwareSpec:
             return cls(**fields, overlap=overlap, partitions=partitions)
         except (ValueError, TypeError, ConfigError) as error:
             raise ConfigError(f"hardware profile {name_or_path!r} cannot be read: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write a file that `load` reads.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        fields = asdict(self)
+        if self.overlap.kind != "table":
+            del fields["overlap"]["points"]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(fields, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"the profile cannot be written: {error}; name another file") from error
 
 
 def profile_names() -> list[str]:

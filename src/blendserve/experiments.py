@@ -21,6 +21,7 @@ import orjson
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.simulated import SimulatedExecutor
+from blendserve.errors import ConfigError
 from blendserve.models import ModelSpec
 from blendserve.planner.partition import partition
 from blendserve.planner.plan import Plan
@@ -41,14 +42,18 @@ from blendserve.workloads import (
     named_workload,
 )
 
-Setting = Literal["smooth", "kinked", "sequential"]
+Setting = Literal["smooth", "kinked", "sequential", "profile"]
 """How operators overlap: smooth is the p-norm 2.3 with 1024 tokens a step, kinked `max + 0.35 min` with 2048;
-sequential runs them one after the other, with 1024 tokens a step"""
+sequential runs them one after the other, with the tokens a step of the device's profile, and profile as that says"""
 
 SETTINGS: tuple[Setting, ...] = get_args(Setting)
+DEVICE_SETTINGS: tuple[Setting, ...] = ("profile", "sequential")
+"""of devices other than the paper's"""
 
 DEVICE_MEMORY_BYTES = 76e9
 """of 80 GB, what weights and KV cache may share"""
+
+PAPER_HARDWARE = "a100-80g-paper"
 
 Row = dict[str, Any]
 
@@ -63,6 +68,7 @@ class Case:
     lengths: Lengths = "sampled"
     model: str = "llama-3-8b"
     tensor_parallel_size: int = 1
+    hardware: str = PAPER_HARDWARE
     data_parallel_size: int = 1
     prefill_replicas: int = 0
     """disaggregated serving with so many replicas for prefill …"""
@@ -83,11 +89,12 @@ class Case:
 
 def paper_hardware(model: ModelSpec, setting: Setting, tensor_parallel_size: int = 1) -> HardwareSpec:
     """`tensor_parallel_size` A100s as one device: rates and memory added up, communication left out."""
-    base = HardwareSpec.load("a100-80g-paper")
+    base = HardwareSpec.load(PAPER_HARDWARE)
     overlap, budget = {
         "smooth": (base.overlap, base.max_num_batched_tokens),
         "kinked": (Overlap("max_plus_min", 0.35), 2048),
         "sequential": (Overlap("sum"), base.max_num_batched_tokens),
+        "profile": (base.overlap, base.max_num_batched_tokens),
     }[setting]
     memory = tensor_parallel_size * DEVICE_MEMORY_BYTES - model.params * model.bytes_per_weight
     return replace(
@@ -99,6 +106,30 @@ def paper_hardware(model: ModelSpec, setting: Setting, tensor_parallel_size: int
         else memory,
         overlap=overlap,
         max_num_batched_tokens=budget,
+    )
+
+
+def case_hardware(case: Case) -> HardwareSpec:
+    """The device of a case.
+
+    Raises:
+        ConfigError: there is no such profile, or the setting is the paper's and the device is not.
+    """
+    if case.hardware == PAPER_HARDWARE:
+        return paper_hardware(PAPER_MODELS[case.model], case.setting, case.tensor_parallel_size)
+    base = HardwareSpec.load(case.hardware)
+    if case.setting not in DEVICE_SETTINGS:
+        raise ConfigError(
+            f"--setting {case.setting} is one of the paper's device; with --hardware {case.hardware} choose of "
+            f"{', '.join(DEVICE_SETTINGS)}"
+        )
+    devices = case.tensor_parallel_size
+    return replace(
+        base,
+        flops=base.flops * devices,
+        bandwidth=base.bandwidth * devices,
+        kv_cache_bytes=base.kv_cache_bytes * devices,
+        overlap=Overlap() if case.setting == "sequential" else base.overlap,
     )
 
 
@@ -224,10 +255,10 @@ def run_cases(
         Flat fields of the case and of its `SimulationReport`; the series only where asked for.
     """
     rows: dict[Case, Row] = dict(finished or {})
-    groups: dict[tuple[str, str], list[Case]] = {}
+    groups: dict[tuple[str, str, str], list[Case]] = {}
     for case in dict.fromkeys(cases):
         if case not in rows:
-            groups.setdefault((case.workload, case.model), []).append(case)
+            groups.setdefault((case.workload, case.model, case.hardware), []).append(case)
 
     def keep(done: list[tuple[Case, Row]]) -> None:
         for case, row in done:
@@ -257,17 +288,16 @@ def _run_group(
     """Cases of one workload and model; the workload is made once, a plan once per device and knowledge of lengths."""
     first = cases[0]
     model = PAPER_MODELS[first.model]
-    peak = CostModel(model, paper_hardware(model, "smooth", first.tensor_parallel_size))
+    peak = CostModel(model, case_hardware(replace(first, setting="profile")))
     if workload is None:
         workload = named_workload(first.workload, num_requests, seed, peak)
 
     @cache
-    def planned(setting: Setting, lengths: Lengths, devices: int) -> tuple[RequestTable, Plan]:
-        hardware = paper_hardware(model, setting, devices)
+    def planned(hardware: HardwareSpec, lengths: Lengths) -> tuple[RequestTable, Plan]:
         return plan_workload(workload.requests, workload.output_tokens, CostModel(model, hardware), lengths)
 
     for case in cases:
-        requests, plan = planned(case.setting, case.lengths, case.tensor_parallel_size)
+        requests, plan = planned(case_hardware(case), case.lengths)
         if case.prefill_replicas:
             row = _disaggregated(case, workload, plan, seed)
         elif case.data_parallel_size > 1:
@@ -440,9 +470,11 @@ def table(rows: list[Row]) -> Table:
 
 def _baseline(rows: list[Row], row: Row) -> float | None:
     """Tokens/s per device of overlapped dfs on the same workload, model and lengths."""
-    setting = "smooth" if row["setting"] == "sequential" else row["setting"]
+    overlapped = "smooth" if row["hardware"] == PAPER_HARDWARE else "profile"
+    setting = overlapped if row["setting"] == "sequential" else row["setting"]
+    keys = ("workload", "model", "lengths", "hardware", "tensor_parallel_size")
     for other in rows:
-        same = all(other[key] == row[key] for key in ("workload", "model", "lengths", "tensor_parallel_size"))
+        same = all(other[key] == row[key] for key in keys)
         if (
             same
             and other["system"] == "dfs"

@@ -72,6 +72,21 @@ def test_a_batch_file(tmp_path: Path) -> None:
     assert {row["num_requests"] for row in found} == {30}
 
 
+def test_another_device_overlaps_as_its_profile_says() -> None:
+    found = rows(
+        simulate(
+            "trace1", "--num-requests", "3000", "--hardware", "h200-estimate", "--policy", "dfs", "--json"
+        )
+    )
+    assert [(row["hardware"], row["setting"]) for row in found] == [
+        ("h200-estimate", "profile"),
+        ("h200-estimate", "sequential"),
+    ]
+    assert [row["overlap"] for row in found] == ["table", "sequential"]
+    assert found[0]["makespan_s"] < 0.98 * found[1]["makespan_s"]
+    assert all(0 < row["optimum_ratio"] <= 1 for row in found)
+
+
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
@@ -81,6 +96,9 @@ def test_a_batch_file(tmp_path: Path) -> None:
         (("--paper", "fig99"), "table3"),
         (("trace1", "--model", "gpt-5"), "llama-3-8b"),
         (("--lengths", "missing.csv"), "missing.csv"),
+        (("trace1", "--hardware", "b300"), "h200-estimate"),
+        (("trace1", "--hardware", "h200-estimate", "--setting", "kinked"), "profile, sequential"),
+        (("--paper", "fig7", "--hardware", "h200-estimate"), "leave --hardware out"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(arguments: tuple[str, ...], remedy: str) -> None:

@@ -5,11 +5,20 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.cost_model import CostModel, HardwareSpec, Overlap, Partition, memory_split, profile_names
+from blendserve.cost_model import (
+    CostModel,
+    HardwareSpec,
+    Overlap,
+    Partition,
+    memory_split,
+    overlap_of_partitions,
+    profile_names,
+)
 from blendserve.errors import ConfigError
 from blendserve.models import ModelSpec
 
@@ -201,3 +210,45 @@ def test_a_profile_may_hold_partitions(tmp_path: Path) -> None:
     path.write_text(json.dumps(profile | {"partitions": [rates | {"gemm_rate": 0.0}]}))
     with pytest.raises(ConfigError, match="must be above 0"):
         HardwareSpec.load(str(path))
+
+
+shares = st.floats(0.05, 1.0)
+
+
+@given(
+    st.lists(st.builds(Partition, st.integers(8, 124), shares, shares), max_size=5),
+    st.floats(0.0, 0.3),
+)
+def test_the_table_of_partitions_is_below_what_each_of_them_takes(
+    partitions: list[Partition], split_overhead: float
+) -> None:
+    """An `Overlap` that is not convex, or falls as work is added, is refused when it is made."""
+    overlap = overlap_of_partitions(partitions, split_overhead)
+    for step in range(65):
+        compute_s, memory_s = step / 64, 1 - step / 64
+        times = [p.fixed_step_s(compute_s * (1 + split_overhead), memory_s) for p in partitions]
+        assert overlap(compute_s, memory_s) <= min([1.0, *times]) + 1e-6
+
+
+def test_the_table_of_partitions_touches_the_best_of_them() -> None:
+    overlap = overlap_of_partitions(PARTITIONS)
+    assert overlap(1.0, 0.0) == overlap(0.0, 1.0) == 1.0
+    assert overlap(0.68, 0.8) == pytest.approx(1.0, rel=0.01), "both end at the same time"
+    assert overlap_of_partitions(())(1.0, 2.0) == 3.0, "without partitions, one after the other"
+
+
+def test_the_estimate_of_an_h200_overlaps_as_its_partitions_say() -> None:
+    hardware = HardwareSpec.load("h200-estimate")
+    of_partitions = overlap_of_partitions(hardware.partitions, hardware.split_overhead)
+    assert np.array(hardware.overlap.points) == pytest.approx(np.array(of_partitions.points), abs=1e-5)
+    gains = {density: (1 + density) / hardware.overlap(density, 1.0) for density in (0.5, 0.7, 1.0, 1.5)}
+    assert all(1.15 <= gain <= 1.3 for gain in gains.values()), gains
+
+
+def test_a_saved_profile_is_what_it_was(tmp_path: Path) -> None:
+    for hardware in (A100, HardwareSpec.load("h200-estimate")):
+        hardware.save(tmp_path / "new" / "mine.json")
+        assert HardwareSpec.load(str(tmp_path / "new" / "mine.json")) == hardware
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="name another file"):
+        A100.save(tmp_path / "file" / "mine.json")

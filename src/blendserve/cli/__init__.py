@@ -8,6 +8,7 @@ import typer
 
 from blendserve import __version__
 from blendserve.cli.plan import plan_command
+from blendserve.cli.profile import profile_command
 from blendserve.cli.run import run_command
 from blendserve.cli.run_batch import CONTEXT_SETTINGS, run_batch_command
 from blendserve.cli.simulate import simulate_command
@@ -23,6 +24,7 @@ app.command(name="run")(run_command)
 app.command(name="run-batch", context_settings=CONTEXT_SETTINGS)(run_batch_command)
 app.command(name="plan")(plan_command)
 app.command(name="simulate")(simulate_command)
+app.command(name="profile")(profile_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -17,10 +17,12 @@ from blendserve.cli.options import (
     chosen,
 )
 from blendserve.cli.plan import print_refused, read_and_plan
+from blendserve.cost_model import HardwareSpec
 from blendserve.engines import EngineConfig
 from blendserve.errors import ConfigError
 from blendserve.experiments import (
     FIGURES,
+    PAPER_HARDWARE,
     SETTINGS,
     TITLES,
     Case,
@@ -75,15 +77,19 @@ def simulate_command(
         ),
     ] = "sampled",
     setting: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SETTING,…",
-            help="How operators overlap: smooth (p-norm 2.3, 1024 tokens a step), kinked (max + 0.35 min, 2048) or "
-            "sequential.",
+            help="How operators overlap: smooth (p-norm 2.3, 1024 tokens a step), kinked (max + 0.35 min, 2048), "
+            "sequential, or profile: as --hardware says. Default: smooth,sequential; with --hardware "
+            "profile,sequential.",
         ),
-    ] = "smooth,sequential",
+    ] = None,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(PAPER_MODELS)}.")] = "llama-3-8b",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="A100s that act as one device.")] = 1,
+    hardware: Annotated[
+        str, typer.Option(help="Profile of the device, a shipped name or a .json file.")
+    ] = PAPER_HARDWARE,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Devices that act as one.")] = 1,
     data_parallel_size: Annotated[
         int, typer.Option(min=1, help="Replicas that the requests are divided over.")
     ] = 1,
@@ -102,7 +108,7 @@ def simulate_command(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate whole workloads on a modelled A100 and compare policies with the bound that none can beat.
+    """Simulate whole workloads on a modelled device, the paper's A100, and compare policies with the best possible.
 
     The scheduler and the policies are those of 'run'; only the device is modelled. All times are simulated.
     """
@@ -114,7 +120,10 @@ def simulate_command(
         figures = chosen("--paper", paper, (*FIGURES, "all")) if paper else []
         policies: list[PolicyName] = chosen("--policy", policy, POLICIES)
         infos: list[Lengths] = chosen("--length-info", length_info, LENGTHS)
-        settings: list[Setting] = chosen("--setting", setting, SETTINGS)
+        overlapped = "smooth" if hardware == PAPER_HARDWARE else "profile"
+        settings: list[Setting] = chosen("--setting", setting or f"{overlapped},sequential", SETTINGS)
+        if paper and hardware != PAPER_HARDWARE:
+            raise ConfigError("--paper has the paper's device; leave --hardware out")
         workload = None
         if lengths_file is not None:
             workload = read_lengths(lengths_file, num_requests, seed)
@@ -133,6 +142,7 @@ def simulate_command(
                         n,
                         model,
                         tensor_parallel_size,
+                        hardware,
                         data_parallel_size,
                         with_series=output is not None,
                     )
@@ -149,7 +159,7 @@ def simulate_command(
             simulated = f"simulated, {of_figure[0]['num_requests']:,} requests"
             print_table(f"{TITLES.get(name, name)} ({simulated})", table(of_figure))
         if output is not None:
-            _write_report(output, rows)
+            _write_report(output, rows, hardware)
         if as_json:
             print_json({"simulated": [row for of_figure in rows.values() for row in of_figure]})
 
@@ -210,13 +220,13 @@ def _job_workload(source: str, limit: int) -> Workload:
     )
 
 
-def _write_report(folder: Path, rows: dict[str, list[Row]]) -> None:
+def _write_report(folder: Path, rows: dict[str, list[Row]], hardware: str) -> None:
     from blendserve.report import page
 
     folder.mkdir(parents=True, exist_ok=True)
     provenance = [
         f"blendserve {__version__}, {next(iter(rows.values()))[0]['num_requests']:,} requests per workload",
-        "device: A100-80GB modelled after Table 1 of the paper; several devices: rates and memory added up",
+        f"device: {HardwareSpec.load(hardware).provenance}; several devices: rates and memory added up",
     ]
     (folder / "report.html").write_text(page("BlendServe, simulated", provenance, sections(rows)))
     without_series = {

@@ -142,6 +142,10 @@ class PagedAttention(ABC):
     ) -> Tensor:
         """Causal attention of the tokens of `rows` to their sequences: `out`, the other rows as they were."""
 
+    @abstractmethod
+    def cache_tensors(self) -> list[Tensor]:
+        """All memory of the KV cache, as tensors [num_blocks, ...]."""
+
 
 def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend = "auto") -> PagedAttention:
     """The C kernels where they can be built and cover the shape, else torch; a backend asked for by name is certain.
@@ -227,6 +231,10 @@ class TorchAttention(PagedAttention):
             keys, values = (page.flatten(1, 2).masked_fill_(unwritten, 0) for page in pages)
             output[decodes] = self._attend(queries[decodes][:, None], keys, values, visible)[:, 0]
         return output
+
+    def cache_tensors(self) -> list[Tensor]:
+        """See `PagedAttention.cache_tensors`."""
+        return [*self.keys, *self.values]
 
     def _attend(
         self,
@@ -348,3 +356,7 @@ class KernelAttention(PagedAttention):
             self._shape, step, self.scale, *(tensor.data_ptr() for tensor in tensors)
         )
         return output
+
+    def cache_tensors(self) -> list[Tensor]:
+        """See `PagedAttention.cache_tensors`."""
+        return [*self.keys, *self.values]

@@ -137,11 +137,10 @@ class TorchExecutor:
         attention = make_attention(replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend)
         if lanes is None and overlap == "auto" and device == "cuda":
             lanes = open_lanes(cost_model.hardware, model)
-        overlapped = None
-        if lanes and overlap == "auto":
-            overlapped = OverlappedModel(model, attention, cost_model, lanes)
         self._loaded: tuple[LlamaModel, PagedAttention, OverlappedModel | None] | None
-        self._loaded = (model, attention, overlapped)
+        self._loaded = (model, attention, None)
+        if lanes and overlap == "auto":
+            self.set_overlap(cost_model, lanes)
         self._requests: RequestTable | None = None
         self._outputs: dict[int, RequestOutput] = {}
         self._failures: dict[int, Failure] = {}
@@ -178,6 +177,26 @@ class TorchExecutor:
         if failure := self._failures.pop(request, None):
             return failure
         return output.completion(int(self._requests.prompt_tokens[request]))
+
+    @property
+    def model(self) -> LlamaModel:
+        """What it runs; for measurements."""
+        assert self._loaded is not None
+        return self._loaded[0]
+
+    @property
+    def attention(self) -> PagedAttention:
+        """Over its KV cache; for measurements."""
+        assert self._loaded is not None
+        return self._loaded[1]
+
+    def set_overlap(self, cost_model: CostModel, lanes: Mapping[Partition, Lanes]) -> None:
+        """From the next step on, split steps where this cost model has that faster; without lanes, never."""
+        assert self._loaded is not None
+        model, attention, _ = self._loaded
+        self.cost_model = cost_model
+        overlapped = OverlappedModel(model, attention, cost_model, lanes) if lanes else None
+        self._loaded = (model, attention, overlapped)
 
     def close(self) -> None:
         """See `Executor.close`."""

@@ -59,7 +59,9 @@ class TritonAttention(PagedAttention):
 
     def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:
         """See `PagedAttention.begin`."""
-        self._programs = self.num_programs if num_sms is None else num_sms * kernels.DECODE_PROGRAMS_PER_SM
+        self.num_programs_in_step = (
+            self.num_programs if num_sms is None else num_sms * kernels.DECODE_PROGRAMS_PER_SM
+        )
         is_decode = np.diff(layout.query_starts) == 1
         part_tokens = self._part_tokens(int(layout.context_lens[is_decode].sum()))
         work, parts, tokens = decode_work(layout, part_tokens)
@@ -89,12 +91,18 @@ class TritonAttention(PagedAttention):
                 self._heads, qkv, self.pages[layer], self._table, self._prefills, out, self._prefill_rows
             )
         if self._decodes.num_parts and rows != "prefill":
-            kernels.decode(self._heads, qkv, self.pages[layer], self._decodes, out, self._programs, self.tma)
+            kernels.decode(
+                self._heads, qkv, self.pages[layer], self._decodes, out, self.num_programs_in_step, self.tma
+            )
         return out
+
+    def cache_tensors(self) -> list[Tensor]:
+        """See `PagedAttention.cache_tensors`."""
+        return self.pages
 
     def _part_tokens(self, num_keys: int) -> int:
         """Tokens of a part of a context: many parts where there is little work, in whole blocks."""
-        wanted = num_keys * self.shape.num_kv_heads // (UNITS_PER_PROGRAM * self._programs)
+        wanted = num_keys * self.shape.num_kv_heads // (UNITS_PER_PROGRAM * self.num_programs_in_step)
         block_size = self.shape.block_size
         return -(-min(max(wanted, MIN_PART_TOKENS), MAX_PART_TOKENS) // block_size) * block_size
 
