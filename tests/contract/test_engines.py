@@ -14,6 +14,7 @@ import pytest
 from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
+from blendserve.engines.native.parallel import open_parallel
 from blendserve.engines.openai_server import OpenAIServer
 from blendserve.engines.process import ProcessExecutor
 from blendserve.engines.simulated import SimulatedExecutor
@@ -36,9 +37,9 @@ def checkpoint(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
-    """Executors in processes by their sizes; starting one takes seconds."""
-    opened: dict[tuple[int, int], ProcessExecutor] = {}
+def processes() -> Iterator[dict[tuple[str, int, int], Any]]:
+    """Executors of several processes by what they are and their sizes; starting one takes seconds."""
+    opened: dict[tuple[str, int, int], Any] = {}
     yield opened
     for executor in opened.values():
         executor.close()
@@ -51,6 +52,7 @@ def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
         "native-torch",
         "late-c",
         "process-c",
+        "tp2-c",
         "openai",
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.filterwarnings("default")]),
     ]
@@ -58,7 +60,7 @@ def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
 def open_engine(
     request: pytest.FixtureRequest,
     checkpoint: Path,
-    processes: dict[tuple[int, int], ProcessExecutor],
+    processes: dict[tuple[str, int, int], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[OpenEngine]:
     opened: list[Engine] = []
@@ -89,23 +91,27 @@ def open_engine(
             open_executor = functools.partial(
                 TorchExecutor,
                 checkpoint,
-                None,
                 cost_model=COST_MODEL,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 attention_backend=backend,
                 late_results=place == "late",
             )
-            if place == "process":
-                sizes = (num_blocks, block_size)
-                executor = processes.get(sizes) or ProcessExecutor(open_executor, COST_MODEL)
-                processes[sizes] = executor
+            if place in ("process", "tp2"):
+                key = (place, num_blocks, block_size)
+                if key not in processes:
+                    processes[key] = (
+                        ProcessExecutor(functools.partial(open_executor, None), COST_MODEL)
+                        if place == "process"
+                        else open_parallel(functools.partial(open_executor, num_threads=1), None, size=2)
+                    )
+                executor = processes[key]
             else:
-                executor = open_executor()
+                executor = open_executor(None)
         engine = BatchingEngine(
             executor, SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8} | limits)
         )
-        if request.param != "process-c":
+        if request.param not in ("process-c", "tp2-c"):
             opened.append(engine)
         return engine
 

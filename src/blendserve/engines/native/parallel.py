@@ -15,6 +15,7 @@ whatever they are waiting for. No rank goes on without the others: what goes wro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -135,8 +136,7 @@ class Leader(Ranks):
                 process, connection = start_process(__name__)
                 _limit_sending(connection, timeout_s)
                 self._followers.append(_Process(rank, process, connection))
-                place = _Place(rank, size, device, port, timeout_s)
-                self._send(connection, (place, open_rank))
+                self._send(self._followers[-1], (_Place(rank, size, device, port, timeout_s), open_rank))
             for follower in self._followers:
                 self._receive(follower)
             super().__init__(_Place(0, size, device, port, timeout_s), self._store)
@@ -158,7 +158,7 @@ class Leader(Ranks):
         """
         smallest = min(value, *(self._receive(follower) for follower in self._followers))
         for follower in self._followers:
-            self._send(follower.connection, smallest)
+            self._send(follower, smallest)
         return smallest
 
     def watch(self) -> None:
@@ -227,11 +227,9 @@ class Leader(Ranks):
         if self._device == "cuda" and hasattr(self, "_group"):
             self._group.abort()
 
-    def _send(self, connection: Connection, value: Any) -> None:
-        try:
-            connection.send_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        except OSError:
-            pass  # whoever is gone is missed when its answer is read
+    def _send(self, follower: _Process, value: Any) -> None:
+        with contextlib.suppress(OSError):  # whoever is gone is missed when its answer is read
+            follower.connection.send_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def _receive(self, follower: _Process) -> Any:
         """A follower's answer while it opens.
@@ -288,10 +286,10 @@ def open_parallel(
         EngineError: opening failed in another way.
     """
     backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cuda" and 0 < torch.cuda.device_count() < size:
+    if device == "cuda" and (num_gpus := torch.cuda.device_count()) < size:
         raise ConfigError(
-            f"--tensor-parallel-size {size} needs {size} GPUs, and torch finds {torch.cuda.device_count()}; "
-            "ask for no more than that"
+            f"--tensor-parallel-size {size} needs so many GPUs, and torch finds {num_gpus}; ask for no more than "
+            "there are, or use --device cpu"
         )
     if not (dist.is_available() and dist.is_backend_available(backend)):
         raise ConfigError(f"--tensor-parallel-size needs torch with {backend}, which this build of it lacks")
