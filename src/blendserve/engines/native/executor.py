@@ -215,6 +215,9 @@ class TorchExecutor:
             return self._launch(batch)
         except Exception as error:  # whatever a model, a kernel or an allocator raises
             raise self._ranks.death(error) from error
+        except BaseException:  # Ctrl-C
+            self._ranks.close()
+            raise
 
     def _launch(self, batch: Batch) -> _Step | None:
         """Start to compute a batch and to choose its tokens; None if it leaves nothing to do."""

@@ -112,7 +112,7 @@ class Leader(Ranks):
         timeout_s: most seconds from the first rank to the last in a collective operation.
 
     Raises:
-        EngineDiedError: a process ended while it started.
+        EngineDiedError: a process ended, or did not find the others, while it started.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class Leader(Ranks):
     ) -> None:
         self.timeout_s = timeout_s
         self._device = device
+        self._group: Any = None
         self._followers: list[_Process] = []
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._ended: list[str] = []
@@ -140,6 +141,9 @@ class Leader(Ranks):
             for follower in self._followers:
                 self._receive(follower)
             super().__init__(_Place(0, size, device, port, timeout_s), self._store)
+        except RuntimeError as error:
+            self.close()
+            raise EngineDiedError(f"the tensor-parallel ranks did not find each other: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -196,6 +200,8 @@ class Leader(Ranks):
     def close(self) -> None:
         """End the other ranks."""
         self._is_closing = True
+        self._ended.append("the tensor-parallel ranks were closed")
+        self._has_ended.set()
         for follower in self._followers:
             follower.process.kill()  # it has nothing to save
         if self._watcher.is_alive():
@@ -224,7 +230,7 @@ class Leader(Ranks):
 
     def _abort(self) -> None:
         """Let kernels end that wait for other ranks; gloo notices by itself that their sockets have closed."""
-        if self._device == "cuda" and hasattr(self, "_group"):
+        if self._device == "cuda" and self._group is not None:
             self._group.abort()
 
     def _send(self, follower: _Process, value: Any) -> None:
