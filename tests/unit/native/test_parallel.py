@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -72,9 +73,10 @@ def last_token_logits(
         rows = np.repeat(batch.requests, batch.num_tokens)
         ids = torch.tensor([SEQUENCES[i][p] for i, p in zip(rows, layout.positions, strict=True)])
         lead(batch, 16, ids)
-        last = torch.from_numpy(layout.query_starts[1:].astype(np.int64) - 1)
+        last = layout.query_starts[1:].astype(np.int64) - 1
         places = zip(rows[last].tolist(), layout.positions[last].tolist(), strict=True)
-        found |= dict(zip(places, model.forward(ids, layout, attention, last), strict=True))
+        logits = model.forward(ids, layout, attention, torch.from_numpy(last))
+        found |= dict(zip(places, logits, strict=True))
     return found
 
 
@@ -113,20 +115,19 @@ def test_parts_make_up_the_whole(checkpoints: dict[str, Path], kind: str, size: 
     folder = checkpoints[kind]
     config = ModelConfig.from_folder(folder)
     barrier, given = threading.Barrier(size), [None] * size
-    found: dict[int, dict[tuple[int, int], Tensor]] = {}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> dict[tuple[int, int], Tensor]:
         ranks: Any = ThreadRanks(rank, size, barrier, given)
-        model = LlamaModel.load(folder, config, torch.float32, ranks=ranks)
-        found[rank] = last_token_logits(model, make_cache(model.config, torch.float32, 16, "torch"))
+        try:
+            model = LlamaModel.load(folder, config, torch.float32, ranks=ranks)
+            return last_token_logits(model, make_cache(model.config, torch.float32, 16, "torch"))
+        except BaseException:
+            barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == size
-    check_close(found[0], logits_alone(folder))
+    with ThreadPoolExecutor(size) as threads:
+        found, *_ = threads.map(run, range(size))
+    check_close(found, logits_alone(folder))
 
 
 @contextmanager
