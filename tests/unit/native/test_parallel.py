@@ -4,7 +4,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from blendserve.engines.native.model import LlamaModel, ModelConfig
 from blendserve.engines.native.parallel import Leader, Part, open_parallel
 from blendserve.errors import ConfigError, ModelError
 from blendserve.request import Completion, SamplingParams
+from blendserve.scheduling.batch import Batch
+from tests.unit.native.several_models import open_several
 from tests.unit.native.test_executor import GREEDY, PROMPTS, run_all, table, token_ids
 from tests.unit.native.test_model import (
     BASE,
     KINDS,
-    NUM_BLOCKS,
     logits_of,
     make_cache,
     sharing_sequences,
@@ -130,37 +130,54 @@ def test_parts_make_up_the_whole(checkpoints: dict[str, Path], kind: str, size: 
     check_close(found, logits_alone(folder))
 
 
-@contextmanager
-def opened(folder: Path, *, size: int = 2, **options: Any) -> Iterator[TorchExecutor]:
-    """An executor on several processes."""
-    sizes = {"num_blocks": NUM_BLOCKS, "block_size": 16, "num_threads": 1, "cost_model": COST_MODEL}
-    executor = open_parallel(functools.partial(TorchExecutor, folder, **(sizes | options)), None, size=size)
-    try:
-        yield executor
-    finally:
-        executor.close()
+EXECUTORS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ALL_KINDS} | {
+    "bfloat16": ("qwen3", {"dtype": "bfloat16"}),
+    "late": ("odd-vocabulary", {"late_results": True}),
+    "dummy": ("odd-vocabulary", {"load_format": "dummy"}),
+    "sized-in-bytes": ("llama", {"num_blocks": None, "kv_cache_memory": 100_000}),
+}
+
+
+@pytest.fixture(scope="module")
+def executors(checkpoints: dict[str, Path]) -> Iterator[dict[str, TorchExecutor]]:
+    """All on the same two processes."""
+    models = [(checkpoints[kind], options) for kind, options in EXECUTORS.values()]
+    opened: Any = open_parallel(functools.partial(open_several, models), None, size=2)
+    yield dict(zip(EXECUTORS, opened.executors, strict=True))
+    opened.executors[0].close()
+
+
+def logits_of_two(executors: dict[str, TorchExecutor], name: str) -> dict[tuple[int, int], Tensor]:
+    executor, index = executors[name], list(EXECUTORS).index(name)
+    assert executor._loaded is not None
+    leader = executor._ranks
+    assert isinstance(leader, Leader)
+
+    def lead(batch: Batch, block_size: int, ids: Tensor) -> None:
+        leader.lead(replace(batch, num_prefill_tokens=index), block_size, ids)
+
+    return last_token_logits(*executor._loaded, lead)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_two_processes_have_the_logits_of_one(checkpoints: dict[str, Path], kind: str) -> None:
+def test_two_processes_have_the_logits_of_one(
+    executors: dict[str, TorchExecutor], checkpoints: dict[str, Path], kind: str
+) -> None:
     """Prompts in chunks and single tokens, with blocks that sequences share."""
-    with opened(checkpoints[kind]) as executor:
-        assert executor._loaded is not None
-        assert isinstance(executor._ranks, Leader)
-        found = last_token_logits(*executor._loaded, executor._ranks.lead)
-    check_close(found, logits_alone(checkpoints[kind]))
+    check_close(logits_of_two(executors, kind), logits_alone(checkpoints[kind]))
 
 
-def test_bfloat16_loses_no_more_than_one_process_does(checkpoints: dict[str, Path]) -> None:
-    folder = checkpoints["qwen3"]
-    exact = logits_alone(folder)
-    with opened(folder, dtype="bfloat16") as executor:
-        found = last_token_logits(*executor._loaded, executor._ranks.lead)
-    losses = [
-        (logits - exact[place]).abs().max() for place, logits in logits_alone(folder, torch.bfloat16).items()
-    ]
-    # The weights are rounded in both, and what is added in the all-reduce once more in one.
-    assert max((logits - exact[place]).abs().max() for place, logits in found.items()) <= 2 * max(losses)
+def test_bfloat16_loses_no_more_than_one_process_does(
+    executors: dict[str, TorchExecutor], checkpoints: dict[str, Path]
+) -> None:
+    exact = logits_alone(checkpoints["qwen3"])
+
+    def loss(found: dict[tuple[int, int], Tensor]) -> float:
+        return max((logits - exact[place]).abs().max().item() for place, logits in found.items())
+
+    # The weights are rounded in both; two processes also round what they add.
+    found = logits_of_two(executors, "bfloat16")
+    assert 0 < loss(found) <= 2 * loss(logits_alone(checkpoints["qwen3"], torch.bfloat16))
 
 
 SAMPLED = [
@@ -171,41 +188,35 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"late_results": True}, {"load_format": "dummy"}])
-def test_tokens_are_those_of_one_process(checkpoints: dict[str, Path], options: dict[str, Any]) -> None:
-    folder = checkpoints["odd-vocabulary"]
+@pytest.mark.parametrize("params", [[GREEDY], SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["odd-vocabulary", "late", "dummy"])
+def test_tokens_are_those_of_one_process(
+    executors: dict[str, TorchExecutor], checkpoints: dict[str, Path], name: str, params: list[SamplingParams]
+) -> None:
+    kind, options = EXECUTORS[name]
     sizes = {"cost_model": COST_MODEL, "num_blocks": 64, "block_size": 4, "num_threads": 1}
-    alone = TorchExecutor(folder, None, **sizes, **options)
-    with opened(folder, num_blocks=64, block_size=4, **options) as executor:
-        for params in ([GREEDY], SAMPLED):
-            expected, found = (run_all(each, table(params)) for each in (alone, executor))
-            assert token_ids(found) == token_ids(expected)
-            assert token_ids(run_all(executor, table(params), chunk=2)) == token_ids(expected)
-            for one, other in zip(found, expected, strict=True):
-                assert isinstance(one, Completion)
-                assert isinstance(other, Completion)
-                for ours, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
-                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    alone = TorchExecutor(checkpoints[kind], None, **sizes, **options)
+    expected, found = (run_all(executor, table(params)) for executor in (alone, executors[name]))
+    assert token_ids(found) == token_ids(expected)
+    assert token_ids(run_all(executors[name], table(params), chunk=2)) == token_ids(expected)
     assert len({tuple(tokens) for tokens in token_ids(expected)}) == len(PROMPTS)
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, Completion)
+        assert isinstance(other, Completion)
+        for ours, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
 
 
-def test_the_cache_is_sized_per_rank(checkpoints: dict[str, Path]) -> None:
+def test_the_cache_is_sized_per_rank(executors: dict[str, TorchExecutor]) -> None:
     # A rank has 2 tensors x 2 layers x 1 head x 16 dimensions x 4 bytes = 256 bytes per token
-    with opened(checkpoints["llama"], num_blocks=None, kv_cache_memory=100_000) as executor:
-        assert (executor.num_blocks, executor.max_model_len) == (24, 384)
+    executor = executors["sized-in-bytes"]
+    assert (executor.num_blocks, executor.max_model_len) == (24, 384)
 
 
-def test_what_a_rank_refuses_is_raised(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    folder = checkpoints["llama"]
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    refused: list[tuple[type[Exception], str, Path, dict[str, Any]]] = [
-        (ConfigError, "-size 3 .*4 attention heads.* use one of 1, 2, 4$", folder, {"size": 3}),
-        (ModelError, "holds no .*safetensors", tmp_path, {}),
-        (ConfigError, "--kv-cache-memory", folder, {"num_blocks": None, "kv_cache_memory": 100}),
-    ]
-    for kind, message, model, options in refused:
-        with pytest.raises(kind, match=message), opened(model, **options):
-            pass
+def test_what_opening_a_rank_raises(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        open_parallel(functools.partial(TorchExecutor, tmp_path, cost_model=COST_MODEL), None, size=2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs")
