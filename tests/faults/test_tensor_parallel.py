@@ -82,21 +82,15 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(model: Path)
     engine, pid = open_two(functools.partial(executors.open_rank, model), timeout_s=15.0)
     with pytest.raises(EngineDiedError, match="waited 15 s for each other"):
         run(engine, lambda: os.kill(pid, signal.SIGSTOP))
+    assert is_running(pid)
     engine.close()
     assert not is_running(pid)
+    engine.close()
 
 
 def test_a_rank_that_cannot_be_opened(model: Path) -> None:
     with pytest.raises(EngineDiedError, match="tensor-parallel rank 1 ended with exit code 5"):
         open_two(functools.partial(executors.open_rank, model, exits=True))
-
-
-def test_to_close_ends_the_ranks(model: Path) -> None:
-    engine, pid = open_two(functools.partial(executors.open_rank, model))
-    assert is_running(pid)
-    engine.close()
-    assert not is_running(pid)
-    engine.close()
 
 
 def test_ranks_end_when_the_first_is_killed_within_a_step(model: Path) -> None:
@@ -158,20 +152,16 @@ def test_a_job_survives_the_death_of_a_rank(model: Path, unbroken: dict[str, str
     wait_until_gone([engine, rank, second_engine, second_rank])
 
 
-@pytest.mark.parametrize("option", ["--engine-process", "--no-engine-process"])
-def test_a_killed_job_leaves_no_ranks(
-    model: Path, unbroken: dict[str, str], tmp_path: Path, option: str
-) -> None:
+def test_a_killed_job_leaves_no_ranks(model: Path, unbroken: dict[str, str], tmp_path: Path) -> None:
     job = CliJob(model, tmp_path)
-    process = job.start(*TWO_RANKS, option)
+    process = job.start(*TWO_RANKS)
     job.wait_for_results(process, 3)
-    engine = process.pid if option == "--no-engine-process" else wait_for_engine(process, None)
+    engine = wait_for_engine(process, None)
     ranks = ranks_of(engine)
     process.kill()
     process.communicate(timeout=TIMEOUT_S)
     assert len(ranks) == 1
     wait_until_gone([engine, *ranks])
-    assert 3 <= len(job.results()) < NUM_LINES
-    done = job.run(*TWO_RANKS)
-    assert done.returncode == 0, done.stderr
-    assert job.results() == unbroken
+    results = job.results()
+    assert 3 <= len(results) < NUM_LINES
+    assert results.items() <= unbroken.items()
