@@ -51,7 +51,8 @@ REASON_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """One of several equal parts of a dimension; the last ones are shorter where it does not divide."""
 
     index: int
@@ -74,7 +75,7 @@ class Ranks:
     does not come within the timeout.
     """
 
-    def __init__(self, place: _Place, store: dist.Store) -> None:
+    def __init__(self, place: _Place, store: Any) -> None:
         self.rank, self.size = place.rank, place.size
         self._group = _make_group(place, store)
 
@@ -160,7 +161,7 @@ class Leader(Ranks):
             EngineDiedError: a rank is gone.
             Exception: what opening an executor raised there.
         """
-        smallest = min(value, *(self._receive(follower) for follower in self._followers))
+        smallest = min([value, *(int(self._receive(follower)) for follower in self._followers)])
         for follower in self._followers:
             self._send(follower, smallest)
         return smallest
@@ -260,8 +261,7 @@ class Follower(Ranks):
     def __init__(self, place: _Place, connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
         self._connection = connection
         self._inbox = inbox
-        timeout = timedelta(seconds=place.timeout_s)
-        super().__init__(place, dist.TCPStore(LOOPBACK, place.port, timeout=timeout, wait_for_workers=False))
+        super().__init__(place, _store(place.port, place.timeout_s))
 
     def agree(self, value: int) -> int:
         """See `Ranks.agree`."""
@@ -348,23 +348,20 @@ class _Place:
     timeout_s: float
 
 
-def _listening_store(size: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
+def _listening_store(size: int, timeout_s: float) -> tuple[Any, int]:
     """The store by which ranks find each other, and its port, which the system chooses."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = int(listener.getsockname()[1])
-        store = dist.TCPStore(
-            LOOPBACK,
-            port,
-            size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, port
+        fd = listener.detach()  # the store closes it
+    return _store(port, timeout_s, world_size=size, is_master=True, master_listen_fd=fd), port
 
 
-def _make_group(place: _Place, store: dist.Store) -> Any:
+def _store(port: int, timeout_s: float, **server: Any) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(LOOPBACK, port, timeout=timeout, wait_for_workers=False, **server)  # type: ignore[attr-defined]
+
+
+def _make_group(place: _Place, store: Any) -> Any:
     """The collective operations of torch, of a group that is not the process's default one."""
     timeout = timedelta(seconds=place.timeout_s)
     if place.device == "cuda":
@@ -376,7 +373,7 @@ def _make_group(place: _Place, store: dist.Store) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, place.rank, place.size, options)  # type: ignore[arg-type]
+    return dist.ProcessGroupGloo(store, place.rank, place.size, options)
 
 
 def _limit_sending(connection: Connection, timeout_s: float) -> None:
