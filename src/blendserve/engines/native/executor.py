@@ -188,7 +188,7 @@ class TorchExecutor:
         """Compute this rank's part of a batch that rank 0 launches."""
         assert self._loaded is not None
         assert self._ranks is not None
-        model, attention = self._loaded
+        model, attention = self._loaded[:2]
         layout = StepLayout.from_batch(batch, self.block_size)
         [selected] = upload([_last_tokens(batch, layout)], self._device)
         token_ids = torch.empty(layout.num_tokens, dtype=torch.int64, device=self._device)
