@@ -98,6 +98,39 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
+class Partition:
+    """A GPU split in two: GEMMs on some of its multiprocessors (SMs) beside decode attention on the others.
+
+    Rates are shares of what either does alone on the whole GPU, measured while both run.
+
+    Raises:
+        ConfigError: a rate or a number of SMs that is not above 0.
+    """
+
+    sm_attention: int
+    """SMs of decode attention; GEMMs have the rest"""
+    gemm_rate: float
+    attention_rate: float
+
+    def __post_init__(self) -> None:
+        if min(self.sm_attention, self.gemm_rate, self.attention_rate) <= 0:
+            raise ConfigError(f"{self} is no partition of a GPU; its SMs and rates must be above 0")
+
+    def step_s(self, compute_s: float, memory_s: float) -> float:
+        """Least seconds of a step whose parts take `compute_s` and `memory_s` alone on the whole GPU.
+
+        Both run until one is through; what is left of the other has the GPU to itself.
+        """
+        compute_first_s = memory_s + compute_s * (1.0 - self.attention_rate) / self.gemm_rate
+        memory_first_s = compute_s + memory_s * (1.0 - self.gemm_rate) / self.attention_rate
+        return max(compute_first_s, memory_first_s)
+
+    def fixed_step_s(self, compute_s: float, memory_s: float) -> float:
+        """The same where either side keeps to its SMs, and to its rate, when the other is through."""
+        return max(compute_s / self.gemm_rate, memory_s / self.attention_rate)
+
+
+@dataclass(frozen=True, slots=True)
 class HardwareSpec:
     """Rates and memory of one device (or of a tensor-parallel group, with rates and memory added up)."""
 
@@ -124,6 +157,10 @@ class HardwareSpec:
     token_granularity: int = 1
     """GEMMs are padded to a multiple of this many tokens"""
     overlap: Overlap = Overlap()
+    partitions: tuple[Partition, ...] = ()
+    """measured ways to split the device, for an engine that runs GEMMs beside decode attention"""
+    split_overhead: float = 0.0
+    """share of a step's compute that two halves of the step, one after the other, cost more than the whole"""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 1024
     block_size: int = 16
@@ -148,7 +185,8 @@ class HardwareSpec:
         try:
             fields: dict[str, Any] = json.loads(text)
             overlap = Overlap(**fields.pop("overlap", {}))
-            return cls(**fields, overlap=overlap)
+            partitions = tuple(Partition(**partition) for partition in fields.pop("partitions", ()))
+            return cls(**fields, overlap=overlap, partitions=partitions)
         except (ValueError, TypeError, ConfigError) as error:
             raise ConfigError(f"hardware profile {name_or_path!r} cannot be read: {error}") from error
 
@@ -276,6 +314,15 @@ class CostModel:
             self._step_attention_overhead_s + kv_tokens_read * self._kv_s_per_token if kv_tokens_read else 0.0
         )
         return StepCost(compute_s, memory_s, hw.overlap(compute_s, memory_s))
+
+    def best_partition(self, compute_s: float, memory_s: float) -> Partition | None:
+        """The partition for a whole step that ends first; None: it ends sooner with one part after the other."""
+        split_s = compute_s * (1.0 + self.hardware.split_overhead)
+        times = [
+            (partition.fixed_step_s(split_s, memory_s), partition) for partition in self.hardware.partitions
+        ]
+        best_s, best = min(times, key=lambda time: time[0], default=(math.inf, None))
+        return best if best_s < compute_s + memory_s else None
 
     def step_lines(self) -> StepLines:
         """The step's time without padding, floor and prefill attention."""

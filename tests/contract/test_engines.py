@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
+from blendserve.cost_model import CostModel, Partition
 from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
@@ -25,9 +26,12 @@ from blendserve.scheduling.policies import POLICIES, make_policy
 from blendserve.scheduling.scheduler import SchedulerConfig
 from tests.contract.conftest import COST_MODEL
 from tests.fake_openai import FakeOpenAI, running
+from tests.recording_lanes import RecordingLanes
 from tests.workload import TINY, request_table
 
 OpenEngine = Callable[..., Engine]
+OVERLAPPING = CostModel(TINY, replace(COST_MODEL.hardware, partitions=(Partition(48, 1.0, 1.0),)))
+"""a device on which any step that decodes is through sooner in halves"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,7 @@ def processes() -> Iterator[dict[tuple[str, int, int], Any]]:
         "native-c",
         "native-torch",
         "late-c",
+        "overlap-torch",
         "process-c",
         "tp2-c",
         "openai",
@@ -95,8 +100,13 @@ def open_engine(
                 num_blocks=num_blocks,
                 block_size=block_size,
                 attention_backend=backend,
-                late_results=place == "late",
+                late_results=place in {"late", "overlap"},
             )
+            if place == "overlap":
+                lanes = {
+                    partition: RecordingLanes("attention") for partition in OVERLAPPING.hardware.partitions
+                }
+                open_executor = functools.partial(open_executor, cost_model=OVERLAPPING, lanes=lanes)
             if place in ("process", "tp2"):
                 key = (place, num_blocks, block_size)
                 if key not in processes:

@@ -38,6 +38,7 @@ LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
     "torch": ("engines/native/", "models.py"),
     "triton": ("engines/native/triton_",),
+    "cuda": ("engines/native/device.py",),
     "safetensors": ("engines/native/",),
     "transformers": ("tokenizer.py", "models.py"),
     "huggingface_hub": ("models.py",),
@@ -148,7 +149,7 @@ def test_every_setting_is_a_flag_of_run(config: type) -> None:
 
 
 def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
-    only_run = {"attention_backend", "num_threads", "policy", "plan_file"}
+    only_run = {"attention_backend", "overlap", "num_threads", "policy", "plan_file"}
     only_run |= {field.name for field in fields(OutputConfig)}
     only_run |= {field.name for field in fields(TelemetryConfig)} | {"progress", "quiet"}
     only_run |= {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.cost_model import CostModel, HardwareSpec, Overlap, memory_split, profile_names
+from blendserve.cost_model import CostModel, HardwareSpec, Overlap, Partition, memory_split, profile_names
 from blendserve.errors import ConfigError
 from blendserve.models import ModelSpec
 
@@ -157,3 +157,47 @@ def test_a_profile_may_hold_a_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(profile))
     assert HardwareSpec.load(str(path)).overlap(1.0, 1.0) == pytest.approx(1.34)
+
+
+PARTITIONS = (Partition(24, 0.88, 0.5), Partition(48, 0.68, 0.8))
+
+
+def test_a_partition_runs_both_until_one_is_through() -> None:
+    partition = PARTITIONS[1]
+    # 1 s of compute takes 1 / 0.68 s; meanwhile 0.8 / 0.68 s of memory are done, of 2 s.
+    assert partition.step_s(1.0, 2.0) == pytest.approx(1 / 0.68 + 2.0 - 0.8 / 0.68)
+    assert partition.step_s(2.0, 1.0) == pytest.approx(1 / 0.8 + 2.0 - 0.68 / 0.8)
+    assert partition.step_s(0.68, 0.8) == pytest.approx(1.0)
+    assert partition.step_s(1.0, 0.0) == partition.step_s(0.0, 1.0) == pytest.approx(1.0)
+    proportional = Partition(48, 0.6, 0.4)
+    assert proportional.step_s(3.0, 2.0) == pytest.approx(5.0), "to share a GPU is no gain by itself"
+    assert partition.fixed_step_s(0.68, 0.8) == pytest.approx(1.0)
+    assert partition.fixed_step_s(1.0, 0.0) == pytest.approx(1 / 0.68)
+    assert partition.fixed_step_s(0.0, 1.0) == pytest.approx(1 / 0.8)
+
+
+def test_the_best_partition() -> None:
+    cost = CostModel(LLAMA_3_8B, replace(A100, partitions=PARTITIONS))
+    assert cost.best_partition(1.0, 1.0) == PARTITIONS[1]
+    assert cost.best_partition(3.0, 1.0) == PARTITIONS[0]
+    assert cost.best_partition(1.0, 0.0) is None
+    taxed = CostModel(LLAMA_3_8B, replace(A100, partitions=PARTITIONS, split_overhead=0.2))
+    assert taxed.best_partition(1.0, 1.0) == PARTITIONS[1]
+    assert taxed.best_partition(3.0, 1.0) is None, "halves cost more than overlap saves"
+    assert cost.best_partition(9.0, 1.0) is None, (
+        "nine parts of ten run alone, on some of the multiprocessors"
+    )
+    assert cost.best_partition(1.0, 9.0) is None
+    assert CostModel(LLAMA_3_8B, A100).best_partition(1.0, 1.0) is None
+
+
+def test_a_profile_may_hold_partitions(tmp_path: Path) -> None:
+    profile = json.loads((resources.files("blendserve") / "profiles" / "a100-80g-paper.json").read_text())
+    rates = {"sm_attention": 24, "gemm_rate": 0.88, "attention_rate": 0.5}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile | {"partitions": [rates], "split_overhead": 0.05}))
+    hardware = HardwareSpec.load(str(path))
+    assert (hardware.partitions, hardware.split_overhead) == (PARTITIONS[:1], 0.05)
+    path.write_text(json.dumps(profile | {"partitions": [rates | {"gemm_rate": 0.0}]}))
+    with pytest.raises(ConfigError, match="must be above 0"):
+        HardwareSpec.load(str(path))

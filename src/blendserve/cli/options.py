@@ -20,6 +20,7 @@ from blendserve.engines import (
     EngineConfig,
     EngineName,
     LoadFormat,
+    OverlapMode,
 )
 from blendserve.errors import ConfigError
 from blendserve.jobs.event_log import MAX_LINES_PER_EVENT
@@ -188,6 +189,14 @@ Attention = Annotated[
     typer.Option(
         "--attention-backend",
         help="c: compiled on first use with the system's compiler; auto: triton on a GPU, else c where that works.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+OverlapOption = Annotated[
+    OverlapMode,
+    typer.Option(
+        "--overlap",
+        help="auto: on a GPU, matrix products beside decode attention in steps where the profile has that faster.",
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
@@ -470,6 +479,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         max_num_batched_tokens=options["max_num_batched_tokens"],
         free_unused_prefixes=options["free_unused_prefixes"],
         attention_backend=options.get("attention_backend", ENGINE_DEFAULTS.attention_backend),
+        overlap=options.get("overlap", ENGINE_DEFAULTS.overlap),
         num_threads=options.get("num_threads"),
         base_url=options.get("base_url"),
         api_key_env=options.get("api_key_env"),

@@ -25,6 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "c", "torch", "triton"]
+OverlapMode = Literal["auto", "off"]
 CUDA_BLOCK_SIZE = 64
 """tokens per KV block on a GPU: a tile of the attention kernels"""
 DEFAULT_HARDWARE = {
@@ -126,6 +127,8 @@ class EngineConfig:
     free_unused_prefixes: bool = True
     """free a prefix once no waiting request can use it, instead of leaving it to LRU eviction"""
     attention_backend: AttentionBackend = "auto"
+    overlap: OverlapMode = "auto"
+    """auto: on a GPU, matrix products beside decode attention in steps where the profile has that faster"""
     num_threads: int | None = None
     engine_process: bool = True
     """run the native engine in a process of its own, whose death the job survives"""
@@ -190,7 +193,7 @@ class EngineConfig:
             ConfigError: see above.
         """
         if self.engine != "native":
-            for name in sorted(NATIVE_ONLY):
+            for name in sorted(NATIVE_ONLY | {"overlap"}):
                 if getattr(self, name) != getattr(EngineConfig(), name):
                     raise ConfigError(
                         f"--{name.replace('_', '-')} {getattr(self, name)} is for --engine native and does nothing "

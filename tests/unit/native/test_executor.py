@@ -89,7 +89,7 @@ class Driver:
             block_tables=self.tables,
             num_prefill_tokens=0,
             num_decode_tokens=0,
-            kv_tokens_read=0,
+            kv_tokens_read=int(self.computed[requests][counts == 1].sum()),
             query_key_pairs=0,
         )
         result = self.executor.execute(batch)

@@ -7,6 +7,7 @@ float16 only, because the interpreter truncates to bfloat16 and multiplies its m
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.native.model import RMSNorm, TorchOps
 from blendserve.engines.native.triton_backend import TritonAttention, TritonOps, decode_work, prefill_work
 from blendserve.request import SamplingParams
+from tests.recording_lanes import RecordingLanes
 from tests.unit.native import test_attention as attention_tests
 from tests.unit.native import test_executor as executor_tests
-from tests.workload import COST_MODEL
+from tests.unit.native import test_overlap as overlap_tests
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 CONTEXTS = ([1, 30, 63, 64, 130, 100, 7, 0], [40, 1, 1, 1, 1, 30, 3, 1])
@@ -178,31 +180,41 @@ def test_work_lists_cover_every_key_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "params"),
+    ("kind", "params", "overlap"),
     [
-        ("llama3", executor_tests.GREEDY),
-        ("qwen2", SamplingParams(temperature=1.5, top_k=20)),
-        ("qwen3", executor_tests.GREEDY),
+        ("llama3", executor_tests.GREEDY, "auto"),
+        ("qwen2", SamplingParams(temperature=1.5, top_k=20), "auto"),
+        ("qwen3", executor_tests.GREEDY, "off"),
     ],
 )
 def test_the_executor_generates_what_it_does_on_the_cpu(
-    make_tiny_model: Callable[..., Path], tmp_path: Path, kind: str, params: SamplingParams
+    make_tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    kind: str,
+    params: SamplingParams,
+    overlap: Literal["auto", "off"],
 ) -> None:
+    """In whole steps, and in halves."""
     folder = make_tiny_model(kind, tmp_path / "model", head_dim=16)
     requests = executor_tests.table([params], max_tokens=4)
     tokens = []
-    for backend, is_late in (("torch", False), ("triton", True)):
+    lanes = RecordingLanes("attention")
+    lanes.num_attention_sms = 2
+    for backend, is_triton in (("torch", False), ("triton", True)):
         executor = TorchExecutor(
             folder,
             None,
-            cost_model=COST_MODEL,
+            cost_model=overlap_tests.OVERLAPPING,
             num_blocks=64,
             block_size=64,
             attention_backend=backend,
-            late_results=is_late,
+            late_results=is_triton,
+            overlap=overlap,
+            lanes={overlap_tests.PARTITION: lanes} if is_triton else None,
         )
         tokens.append(executor_tests.token_ids(executor_tests.run_all(executor, requests, chunk=4)))
     assert tokens[0] == tokens[1]
+    assert (lanes.num_operations["attention"] > 0) == (overlap == "auto")
 
 
 def test_kernels_run_here() -> None:

@@ -96,6 +96,7 @@ def open_executor(
         max_model_len=max_model_len,
         num_threads=num_threads,
         attention_backend=config.attention_backend,
+        overlap=config.overlap,
     )
     if size == 1:
         return open_rank(tokenizer=tokenizer)

@@ -9,10 +9,11 @@ of the same step fills.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from blendserve.errors import EngineError
 from blendserve.scheduling.batch import Batch
 
 Backend = Literal["auto", "torch", "c", "triton"]
+Rows = Literal["all", "prefill", "decode"]
+"""of a step: those with several tokens prefill, those with one decode"""
 
 ROWS_PER_ITEM = 48
 """(token, query head) pairs of a work item of the C kernel: enough to reuse a tile of KV, few enough for the cache"""
@@ -88,6 +91,17 @@ class StepLayout:
         """Tokens of the step."""
         return len(self.positions)
 
+    def part(self, first: int, end: int) -> StepLayout:
+        """Rows `first` to `end` by themselves."""
+        start, stop = self.query_starts[[first, end]]
+        return StepLayout(
+            self.query_starts[first : end + 1] - start,
+            self.context_lens[first:end],
+            self.block_tables[first:end],
+            self.positions[start:stop],
+            self.kv_slots[start:stop],
+        )
+
 
 class PagedAttention(ABC):
     """Attention over a paged KV cache; one object serves all layers of a model.
@@ -102,9 +116,13 @@ class PagedAttention(ABC):
         self.cosine, self.sine = rope
         self.scale = shape.head_dim**-0.5
 
+    def twin(self) -> Self:
+        """The same cache with a step of its own, so that two steps can be under way."""
+        return copy.copy(self)
+
     @abstractmethod
-    def begin(self, layout: StepLayout) -> None:
-        """Prepare what all layers of the step share."""
+    def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:
+        """Prepare what all layers of the step share; `num_sms`: multiprocessors for its decodes, None for all."""
 
     @abstractmethod
     def store(
@@ -119,8 +137,10 @@ class PagedAttention(ABC):
         self,
         layer: int,
         qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], as `store` left it
+        out: Tensor | None = None,  # [num_tokens, num_heads * head_dim]
+        rows: Rows = "all",
     ) -> Tensor:
-        """Causal attention of every token to its sequence: [num_tokens, num_heads * head_dim]."""
+        """Causal attention of the tokens of `rows` to their sequences: `out`, the other rows as they were."""
 
 
 def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend = "auto") -> PagedAttention:
@@ -169,7 +189,7 @@ class TorchAttention(PagedAttention):
         self.keys = [_allocate(*sizes, dtype=shape.dtype) for _ in range(shape.num_layers)]
         self.values = [_allocate(*sizes, dtype=shape.dtype) for _ in range(shape.num_layers)]
 
-    def begin(self, layout: StepLayout) -> None:
+    def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:  # noqa: ARG002
         """See `PagedAttention.begin`."""
         positions = torch.from_numpy(layout.positions)
         self._rotation = self.cosine[positions][:, None], self.sine[positions][:, None]
@@ -191,21 +211,21 @@ class TorchAttention(PagedAttention):
         self.keys[layer].flatten(0, 1)[self._kv_slots] = rotated[:, shape.num_heads :]
         self.values[layer].flatten(0, 1)[self._kv_slots] = values
 
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, out: Tensor | None = None, rows: Rows = "all") -> Tensor:
         """See `PagedAttention.attend`."""
         shape = self.shape
         queries = qkv[:, : shape.num_heads * shape.head_dim]
-        output = qkv.new_empty(len(qkv), shape.num_heads * shape.head_dim)
-        for tokens, blocks, visible in self._prefills:
+        output = qkv.new_empty(len(qkv), shape.num_heads * shape.head_dim) if out is None else out
+        for tokens, blocks, visible in self._prefills if rows != "decode" else ():
             context = visible.shape[-1]
             pages = (self.keys[layer][blocks], self.values[layer][blocks])
             keys, values = (page.flatten(0, 1)[None, :context] for page in pages)
             output[tokens] = self._attend(queries[tokens][None], keys, values, visible)[0]
-        for rows, blocks, visible, unwritten in self._decodes:
+        for decodes, blocks, visible, unwritten in self._decodes if rows != "prefill" else ():
             pages = (self.keys[layer][blocks], self.values[layer][blocks])
             # Places that no token has written yet may hold NaN, which no mask silences.
             keys, values = (page.flatten(1, 2).masked_fill_(unwritten, 0) for page in pages)
-            output[rows] = self._attend(queries[rows][:, None], keys, values, visible)[:, 0]
+            output[decodes] = self._attend(queries[decodes][:, None], keys, values, visible)[:, 0]
         return output
 
     def _attend(
@@ -242,8 +262,8 @@ class TorchAttention(PagedAttention):
         num_blocks = -(-int(context_lens.max()) // self.shape.block_size)
         unwritten = torch.arange(num_blocks * self.shape.block_size) >= context_lens[:, None]
         blocks = torch.from_numpy(layout.block_tables[rows, :num_blocks]).long()
-        # Rows shorter than the longest: any valid block serves as padding.
-        blocks.masked_fill_(unwritten[:, :: self.shape.block_size], 0)
+        # Rows shorter than the longest: any block serves as padding that nobody else writes to.
+        blocks = torch.where(unwritten[:, :: self.shape.block_size], blocks[:, :1], blocks)
         tokens = torch.from_numpy(layout.query_starts[rows]).long()
         return tokens, blocks, unwritten.logical_not()[:, None, None], unwritten[:, :, None, None]
 
@@ -277,20 +297,24 @@ class KernelAttention(PagedAttention):
         """Whether the kernels can serve this shape."""
         return shape.head_dim % 16 == 0 and shape.head_dim <= 256 and shape.heads_per_kv_head <= ROWS_PER_ITEM
 
-    def begin(self, layout: StepLayout) -> None:
+    def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:  # noqa: ARG002
         """See `PagedAttention.begin`."""
         shape = self.shape
-        items = self._work_items(layout)
-        where = (layout.positions, layout.kv_slots)
-        rows = (layout.query_starts, layout.context_lens, layout.block_tables)
-        self._arrays = (*where, *rows, *items)  # kept alive: the kernels hold their addresses
-        self._step = kernels.Step(
-            *(layout.num_tokens, len(items[0]), layout.block_tables.shape[1]),
-            *(array.ctypes.data for array in self._arrays),
-        )
+        self._layout = layout  # kept alive, as the work items: the kernels hold their addresses
+        self._items = self._work_items(layout)
+        self._step = self._make_step(self._items)
         self._shape = kernels.Shape(
             *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
             *(self._tokens_per_item, torch.get_num_threads()),
+        )
+
+    def _make_step(self, items: tuple[NDArray[np.int32], NDArray[np.int32]]) -> kernels.Step:
+        layout = self._layout
+        where = (layout.positions, layout.kv_slots)
+        rows = (layout.query_starts, layout.context_lens, layout.block_tables)
+        return kernels.Step(
+            *(layout.num_tokens, len(items[0]), layout.block_tables.shape[1]),
+            *(array.ctypes.data for array in (*where, *rows, *items)),
         )
 
     def _work_items(self, layout: StepLayout) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -310,11 +334,17 @@ class KernelAttention(PagedAttention):
         assert qkv.dtype == self.shape.dtype
         self._library.rope_and_store(self._shape, self._step, *(tensor.data_ptr() for tensor in tensors))
 
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, out: Tensor | None = None, rows: Rows = "all") -> Tensor:
         """See `PagedAttention.attend`."""
-        output = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim)
+        output = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim) if out is None else out
+        step = self._step
+        if rows != "all":
+            is_decode = np.diff(self._layout.query_starts)[self._items[0]] == 1
+            is_wanted = is_decode if rows == "decode" else ~is_decode
+            items = (self._items[0][is_wanted], self._items[1][is_wanted])
+            step = self._make_step(items)
         tensors = (qkv, self.keys[layer], self.values[layer], output)
         self._library.paged_attention(
-            self._shape, self._step, self.scale, *(tensor.data_ptr() for tensor in tensors)
+            self._shape, step, self.scale, *(tensor.data_ptr() for tensor in tensors)
         )
         return output

@@ -1,7 +1,8 @@
-"""Tensors to and from a device, without waiting for it."""
+"""Tensors to and from a device, without waiting for it; streams on parts of one."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,44 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
+
+
+@functools.cache
+def split_gpu(device: int, num_sms: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, int]:
+    """Streams on disjoint multiprocessors (SMs) of a GPU, for the life of the process.
+
+    Returns:
+        A stream on `num_sms` of them, which the driver rounds up; one on all others; how many the first has.
+
+    Raises:
+        ImportError: cuda-bindings is not installed.
+        RuntimeError: the driver cannot do it.
+    """
+    from cuda.bindings import driver
+
+    torch.cuda.synchronize(device)
+    handle = _returned(driver.cuDeviceGet(device))
+    sm_resource = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    whole = _returned(driver.cuDeviceGetDevResource(handle, sm_resource))
+    # One split for both: each would start from the whole device, and two could overlap.
+    groups, _, rest = _returned(driver.cuDevSmResourceSplitByCount(1, whole, 0, num_sms))
+    streams = []
+    for resource in (groups[0], rest):
+        description = _returned(driver.cuDevResourceGenerateDesc([resource], 1))
+        default_stream = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        context = _returned(driver.cuGreenCtxCreate(description, handle, default_stream))
+        non_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = _returned(driver.cuGreenCtxStreamCreate(context, non_blocking, 0))
+        streams.append(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
+    return streams[0], streams[1], int(groups[0].sm.smCount)
+
+
+def _returned(result: tuple[Any, ...]) -> Any:
+    """What a function of the driver returned behind its error code."""
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"the CUDA driver reports {error!r}")
+    return values[0] if len(values) == 1 else values
 
 
 def _padded(num_bytes: int) -> int:

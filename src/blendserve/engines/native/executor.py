@@ -14,6 +14,7 @@ one step late: its row in that step computes a token which nobody wants, or noth
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,12 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blendserve.cost_model import CostModel
+from blendserve.cost_model import CostModel, Partition
 from blendserve.engines.batching import StepResult
 from blendserve.engines.native.attention import Backend, KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.device import upload
 from blendserve.engines.native.model import LayerOps, LlamaModel, ModelConfig, TorchOps
 from blendserve.engines.native.output import Detokenizer, RequestOutput
+from blendserve.engines.native.overlap import Lanes, OverlappedModel, open_lanes
 from blendserve.engines.native.parallel import Leader, Ranks
 from blendserve.engines.native.sampler import Choice, SamplingRow, choose
 from blendserve.errors import ConfigError, EngineDiedError, EngineError
@@ -72,6 +74,8 @@ class TorchExecutor:
         attention_backend: "auto" for Triton on a GPU, and on a CPU for the C kernels where they can be had.
         late_results: whether tokens are taken while the next step runs, see above; None: on a GPU.
         ranks: that this executor is one of, see `parallel.open_parallel`; sizes of the KV cache are a rank's.
+        overlap: "auto" to run steps in two halves, see `overlap.py`, where by the profile that takes less time.
+        lanes: for these, by the profile's partitions; None: on a GPU by itself, those that `open_lanes` finds.
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
@@ -98,6 +102,8 @@ class TorchExecutor:
         attention_backend: Backend = "auto",
         late_results: bool | None = None,
         ranks: Ranks | None = None,
+        overlap: Literal["auto", "off"] = "auto",
+        lanes: Mapping[Partition, Lanes] | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -137,7 +143,13 @@ class TorchExecutor:
         self.max_model_len = min(config.max_model_len, self.num_blocks * block_size)
         cosine, sine = (table.to(self._device) for table in config.rope_table())
         attention = make_attention(replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend)
-        self._loaded: tuple[LlamaModel, PagedAttention] | None = (model, attention)
+        if lanes is None and overlap == "auto" and device == "cuda" and ranks is None:
+            lanes = open_lanes(cost_model.hardware, model)
+        overlapped = None
+        if lanes and overlap == "auto":
+            overlapped = OverlappedModel(model, attention, cost_model, lanes)
+        self._loaded: tuple[LlamaModel, PagedAttention, OverlappedModel | None] | None
+        self._loaded = (model, attention, overlapped)
         self._requests: RequestTable | None = None
         self._outputs: dict[int, RequestOutput] = {}
         self._failures: dict[int, Failure] = {}
@@ -222,10 +234,13 @@ class TorchExecutor:
     def _launch(self, batch: Batch) -> _Step | None:
         """Start to compute a batch and to choose its tokens; None if it leaves nothing to do."""
         assert self._loaded is not None
-        model, attention = self._loaded
+        model, attention, overlapped = self._loaded
         batch = self._without_surplus(batch)
         if not len(batch.requests):
             return None
+        halves = None if overlapped is None else overlapped.split(batch, self.block_size)
+        if halves is not None:
+            batch = halves.batch
         layout = StepLayout.from_batch(batch, self.block_size)
         token_ids, places, sources = self._token_ids(batch, layout.query_starts)
         rows = np.flatnonzero(batch.samples)
@@ -241,7 +256,10 @@ class TorchExecutor:
             ids[ids_in_flight] = self._in_flight.token_ids[their_source]
         if isinstance(self._ranks, Leader):
             self._ranks.lead(batch, self.block_size, ids)
-        hidden = model.hidden_states(ids, layout, attention, wanted)
+        if overlapped is not None and halves is not None:
+            hidden = overlapped.hidden_states(ids, layout, wanted, halves)
+        else:
+            hidden = model.hidden_states(ids, layout, attention, wanted)
         requests = batch.requests[rows].tolist()
         sampling_rows = [self._sampling_row(request) for request in requests]
         choices: list[Choice] = []

@@ -233,13 +233,19 @@ class Linear:
     def __call__(
         self,
         x: Tensor,  # [num_rows, num_inputs]
+        out: Tensor | None = None,  # [num_rows, num_outputs]
     ) -> Tensor:  # [num_rows, num_outputs]
-        """Apply to every row."""
+        """Apply to every row; the result is in `out` where that is given."""
         result: Tensor
         if self.is_packed:
             result = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        else:
+            result = result if out is None else out.copy_(result)
+        elif out is None:
             result = F.linear(x, self.weight, self.bias)
+        elif self.bias is None:
+            result = torch.mm(x, self.weight.t(), out=out)
+        else:
+            result = torch.addmm(self.bias, x, self.weight.t(), out=out)
         return result if self.ranks is None else self.ranks.all_reduce(result)
 
 
@@ -454,10 +460,8 @@ class LlamaModel:
         """Compute one step: writes the KV of all its tokens, returns the final hidden states of the selected ones."""
         attention.begin(layout)
         residual, delta = self._embed(token_ids), None
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.ops.add_rms_norm(residual, delta, layer.input_norm))
-            if layer.query_norm is not None and layer.key_norm is not None:
-                self._normalise_heads(qkv, layer.query_norm, layer.key_norm)
+        for i in range(len(self.layers)):
+            qkv = self.project(i, residual, delta)
             attention.store(i, qkv)
             if i == len(self.layers) - 1 and not len(selected):
                 return residual[selected]
@@ -465,9 +469,33 @@ class LlamaModel:
             if i == len(self.layers) - 1:
                 # Nothing reads the other rows any more.
                 attended, residual = attended[selected], residual[selected]
-            hidden = self.ops.add_rms_norm(residual, layer.output(attended), layer.mlp_norm)
-            delta = layer.down(self.ops.silu_mul(layer.gate_up(hidden)))
+            delta = self.feed_forward(i, residual, attended)
         return self.ops.add_rms_norm(residual, delta, self.norm)
+
+    def project(
+        self,
+        index: int,
+        residual: Tensor,  # [num_rows, hidden_size]
+        delta: Tensor | None,  # like residual, of the layer before
+        out: Tensor | None = None,  # [num_rows, sum of qkv_sizes]
+    ) -> Tensor:  # like out
+        """What a layer does before attention: its queries, keys and values. Adds `delta` to `residual`."""
+        layer = self.layers[index]
+        qkv = layer.qkv(self.ops.add_rms_norm(residual, delta, layer.input_norm), out)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            self._normalise_heads(qkv, layer.query_norm, layer.key_norm)
+        return qkv
+
+    def feed_forward(
+        self,
+        index: int,
+        residual: Tensor,  # [num_rows, hidden_size]
+        attended: Tensor,  # [num_rows, num_heads * head_dim]
+    ) -> Tensor:  # like residual
+        """What a layer does after attention: what is still to be added to `residual`, which it adds to as well."""
+        layer = self.layers[index]
+        hidden = self.ops.add_rms_norm(residual, layer.output(attended), layer.mlp_norm)
+        return layer.down(self.ops.silu_mul(layer.gate_up(hidden)))
 
     @torch.inference_mode()
     def logits(

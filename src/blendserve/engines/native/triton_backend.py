@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blendserve.engines.native import triton_kernels as kernels
-from blendserve.engines.native.attention import KVShape, PagedAttention, StepLayout
+from blendserve.engines.native.attention import KVShape, PagedAttention, Rows, StepLayout
 from blendserve.engines.native.device import upload
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class TritonAttention(PagedAttention):
         powers_of_two = all(16 <= size <= 256 and size & (size - 1) == 0 for size in tiles)
         return powers_of_two and shape.heads_per_kv_head <= kernels.PREFILL_ROWS
 
-    def begin(self, layout: StepLayout) -> None:
+    def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:
         """See `PagedAttention.begin`."""
+        self._programs = self.num_programs if num_sms is None else num_sms * kernels.DECODE_PROGRAMS_PER_SM
         is_decode = np.diff(layout.query_starts) == 1
         part_tokens = self._part_tokens(int(layout.context_lens[is_decode].sum()))
         work, parts, tokens = decode_work(layout, part_tokens)
@@ -79,22 +80,21 @@ class TritonAttention(PagedAttention):
             *(self._heads, qkv, self.cosine, self.sine, self._positions, self._kv_slots, self.pages[layer])
         )
 
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, out: Tensor | None = None, rows: Rows = "all") -> Tensor:
         """See `PagedAttention.attend`."""
-        out = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim)
-        if len(self._prefills):
+        if out is None:
+            out = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim)
+        if len(self._prefills) and rows != "decode":
             kernels.prefill(
                 self._heads, qkv, self.pages[layer], self._table, self._prefills, out, self._prefill_rows
             )
-        if self._decodes.num_parts:
-            kernels.decode(
-                self._heads, qkv, self.pages[layer], self._decodes, out, self.num_programs, self.tma
-            )
+        if self._decodes.num_parts and rows != "prefill":
+            kernels.decode(self._heads, qkv, self.pages[layer], self._decodes, out, self._programs, self.tma)
         return out
 
     def _part_tokens(self, num_keys: int) -> int:
         """Tokens of a part of a context: many parts where there is little work, in whole blocks."""
-        wanted = num_keys * self.shape.num_kv_heads // (UNITS_PER_PROGRAM * self.num_programs)
+        wanted = num_keys * self.shape.num_kv_heads // (UNITS_PER_PROGRAM * self._programs)
         block_size = self.shape.block_size
         return -(-min(max(wanted, MIN_PART_TOKENS), MAX_PART_TOKENS) // block_size) * block_size
 
