@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -233,6 +233,22 @@ class HardwareSpec:
             path.write_text(json.dumps(fields, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"the profile cannot be written: {error}; name another file") from error
+
+
+def tensor_parallel(device: HardwareSpec, size: int, num_kv_heads: int) -> HardwareSpec:
+    """`size` devices that run a model together: rates and memory added up, communication left out.
+
+    Where the model has fewer KV heads than there are devices, each head's KV is held, and read, several times.
+    """
+    kv_parts = min(size, num_kv_heads)
+    return replace(
+        device,
+        name=f"{size} x {device.name}",
+        flops=size * device.flops,
+        bandwidth=size * device.bandwidth,
+        attention_efficiency=device.attention_efficiency * kv_parts / size,
+        kv_cache_bytes=kv_parts * device.kv_cache_bytes,
+    )
 
 
 def profile_names() -> list[str]:

@@ -81,7 +81,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "skip_tokenizer_init": (False,),
     "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
     "tokenizer": (None,),
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": (None,),

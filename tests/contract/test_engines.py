@@ -15,6 +15,7 @@ from blendserve.cost_model import CostModel, Partition
 from blendserve.engines import Engine
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.native.executor import TorchExecutor
+from blendserve.engines.native.parallel import open_parallel
 from blendserve.engines.openai_server import OpenAIServer
 from blendserve.engines.process import ProcessExecutor
 from blendserve.engines.simulated import SimulatedExecutor
@@ -40,9 +41,9 @@ def checkpoint(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
-    """Executors in processes by their sizes; starting one takes seconds."""
-    opened: dict[tuple[int, int], ProcessExecutor] = {}
+def processes() -> Iterator[dict[tuple[str, int, int], Any]]:
+    """Executors of several processes by what they are and their sizes; starting one takes seconds."""
+    opened: dict[tuple[str, int, int], Any] = {}
     yield opened
     for executor in opened.values():
         executor.close()
@@ -56,6 +57,7 @@ def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
         "late-c",
         "overlap-torch",
         "process-c",
+        "tp2-c",
         "openai",
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.filterwarnings("default")]),
     ]
@@ -63,7 +65,7 @@ def processes() -> Iterator[dict[tuple[int, int], ProcessExecutor]]:
 def open_engine(
     request: pytest.FixtureRequest,
     checkpoint: Path,
-    processes: dict[tuple[int, int], ProcessExecutor],
+    processes: dict[tuple[str, int, int], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[OpenEngine]:
     opened: list[Engine] = []
@@ -94,7 +96,6 @@ def open_engine(
             open_executor = functools.partial(
                 TorchExecutor,
                 checkpoint,
-                None,
                 cost_model=COST_MODEL,
                 num_blocks=num_blocks,
                 block_size=block_size,
@@ -106,16 +107,21 @@ def open_engine(
                     partition: RecordingLanes("attention") for partition in OVERLAPPING.hardware.partitions
                 }
                 open_executor = functools.partial(open_executor, cost_model=OVERLAPPING, lanes=lanes)
-            if place == "process":
-                sizes = (num_blocks, block_size)
-                executor = processes.get(sizes) or ProcessExecutor(open_executor, COST_MODEL)
-                processes[sizes] = executor
+            if place in ("process", "tp2"):
+                key = (place, num_blocks, block_size)
+                if key not in processes:
+                    processes[key] = (
+                        ProcessExecutor(functools.partial(open_executor, None), COST_MODEL)
+                        if place == "process"
+                        else open_parallel(functools.partial(open_executor, num_threads=1), None, size=2)
+                    )
+                executor = processes[key]
             else:
-                executor = open_executor()
+                executor = open_executor(None)
         engine = BatchingEngine(
             executor, SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8} | limits)
         )
-        if request.param != "process-c":
+        if request.param not in ("process-c", "tp2-c"):
             opened.append(engine)
         return engine
 

@@ -131,9 +131,9 @@ def test_killed_it_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
 
 def test_what_it_cannot_do_it_says(model: Path, tmp_path: Path) -> None:
     source, output = write(tmp_path / "in.jsonl", [chat("a")]), tmp_path / "out.jsonl"
-    refused = run(model, source, output, "--tensor-parallel-size", "2")
+    refused = run(model, source, output, "--pipeline-parallel-size", "2")
     assert refused.returncode == 2
-    assert "--tensor-parallel-size is no flag of run-batch" in refused.stderr
+    assert "--pipeline-parallel-size is no flag of run-batch" in refused.stderr
     assert not output.exists()
     output.write_text('{"of": "someone else"}\n')
     refused = run(model, source, output)

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from blendserve.engines.batching import StepResult
 from blendserve.engines.simulated import SimulatedExecutor
@@ -71,3 +72,34 @@ class SlowExecutor(FaultyExecutor):
 def open_slow(pid_file: Path) -> SlowExecutor:
     pid_file.write_text(str(os.getpid()))
     return SlowExecutor(COST_MODEL)
+
+
+def open_rank(
+    folder: Path,
+    *,
+    tokenizer: Any,
+    ranks: Any,
+    fails_at_step: int | None = None,
+    exits: bool = False,
+    step_s: float = 0.0,
+) -> Any:
+    """One of two tensor-parallel ranks, of which the second fails."""
+    from blendserve.engines.native.executor import TorchExecutor
+
+    if exits and ranks.rank:
+        os._exit(5)
+    executor = TorchExecutor(
+        folder, tokenizer, cost_model=COST_MODEL, num_blocks=64, block_size=8, num_threads=1, ranks=ranks
+    )
+    follow, num_steps = executor.follow, 0
+
+    def faulty(batch: Batch) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        time.sleep(step_s)
+        if num_steps == fails_at_step:
+            raise RuntimeError("bad kernel")
+        follow(batch)
+
+    executor.follow = faulty  # type: ignore[method-assign]
+    return executor

@@ -294,7 +294,7 @@ def test_arguments_that_cannot_be_honoured(llm: LLM) -> None:
     [
         ({"max_num_seq": 3}, "did you mean max_num_seqs"),
         ({"zzz": 3}, "no option 'zzz'.*max_num_seqs"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
         ({"quantization": "awq"}, "quantization"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"max_num_seqs": "many"}, "max_num_seqs='many'"),

@@ -141,6 +141,17 @@ DtypeOption = Annotated[
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        min=1,
+        help="GPUs, or with --device cpu processes, that each hold a part of every layer; --kv-cache-memory and "
+        "--num-threads are then of each.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -246,7 +257,7 @@ EngineArg = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="Further argument of vLLM's engine, e.g. tensor_parallel_size=2; again for another. The value is read "
+        help="Further argument of vLLM's engine, e.g. quantization=fp8; again for another. The value is read "
         "as JSON or YAML.",
         rich_help_panel=VLLM_PANEL,
     ),
@@ -460,6 +471,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         device=options["device"],
         load_format=options["load_format"],
         dtype=options["dtype"],
+        tensor_parallel_size=options["tensor_parallel_size"],
         max_model_len=options["max_model_len"],
         block_size=options["block_size"],
         kv_cache_memory=None if memory is None else parse_bytes(memory),
@@ -530,7 +542,7 @@ def parse_engine_args(file: Path | None, settings: Sequence[str]) -> dict[str, A
         name, equals, value = setting.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if not (name and equals):
-            raise ConfigError(f"--engine-arg {setting}: write NAME=VALUE, e.g. tensor_parallel_size=2")
+            raise ConfigError(f"--engine-arg {setting}: write NAME=VALUE, e.g. quantization=fp8")
         arguments[name] = _yaml(value, f"--engine-arg {setting}")
     return arguments
 

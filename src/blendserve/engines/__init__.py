@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from blendserve.cost_model import CostModel, HardwareSpec
+from blendserve.cost_model import CostModel, HardwareSpec, tensor_parallel
 from blendserve.errors import ConfigError
 from blendserve.models import ModelFiles, ModelSpec, check_supported
 from blendserve.request import RequestTable, StepOutput
@@ -61,12 +61,15 @@ def has_nvidia_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def _vllm_has_gpu() -> bool:
+    return has_nvidia_gpu() or Path("/dev/kfd").exists()
+
+
 def _default_hardware(engine: EngineName, on_cuda: bool) -> str:
     if on_cuda:
         return DEFAULT_HARDWARE["native-cuda"]
     if engine == "vllm":
-        has_gpu = has_nvidia_gpu() or Path("/dev/kfd").exists()
-        return DEFAULT_HARDWARE["simulated" if has_gpu else "native"]
+        return DEFAULT_HARDWARE["simulated" if _vllm_has_gpu() else "native"]
     return DEFAULT_HARDWARE[engine]
 
 
@@ -112,11 +115,13 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """dummy: random weights on the native engine, for measurements without a checkpoint"""
     dtype: Dtype = "auto"
+    tensor_parallel_size: int = 1
+    """GPUs, or processes on a CPU, that each hold a part of every layer"""
     max_model_len: int | None = None
     """most tokens of a request, prompt and output together; None: the model's own limit"""
     block_size: int | None = None
     kv_cache_memory: int | None = None
-    """bytes for the KV cache; None: a share of the memory that is free"""
+    """bytes for the KV cache, of each of several tensor-parallel devices; None: a share of the memory that is free"""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     free_unused_prefixes: bool = True
@@ -195,6 +200,11 @@ class EngineConfig:
                         f"with --engine {self.engine}; leave it out"
                     )
         if self.forwards:
+            if self.tensor_parallel_size > 1:
+                raise ConfigError(
+                    f"--tensor-parallel-size {self.tensor_parallel_size} does nothing with --engine openai: the server "
+                    "decides; leave it out"
+                )
             if self.base_url is None:
                 raise ConfigError(
                     "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
@@ -307,6 +317,7 @@ class EngineConfig:
 
         Raises:
             ModelError: the engine cannot run this kind of model.
+            ConfigError: the model cannot be divided among so many devices.
         """
         element_bytes = 2.0
         if self.engine == "native":
@@ -316,13 +327,34 @@ class EngineConfig:
             element_bytes = dtype_bytes(self.dtype, self.device)
         elif self.engine == "vllm" and self.dtype == "float32":
             element_bytes = 4.0
-        config = files.config
+        size, config = self.tensor_parallel_size, files.config
         if self.engine == "vllm" and isinstance(config.get("text_config"), dict):
             config = config["text_config"]  # of a model that takes images or audio
         model = ModelSpec.from_config(
             config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
         )
-        return CostModel(model, self.hardware_spec())
+        hardware = self.hardware_spec()
+        if size > 1:
+            if self.engine == "native":
+                from blendserve.engines.native import check_tensor_parallel_size
+
+                check_tensor_parallel_size(
+                    size, model.num_heads, model.num_kv_heads, int(config["intermediate_size"])
+                )
+            if self._ranks_share_a_machine:
+                if self.kv_cache_memory is not None:
+                    kv_cache_bytes = self.kv_cache_memory * min(size, model.num_kv_heads)
+                    hardware = replace(hardware, kv_cache_bytes=kv_cache_bytes)
+            else:
+                hardware = tensor_parallel(hardware, size, model.num_kv_heads)
+        return CostModel(model, hardware)
+
+    @property
+    def _ranks_share_a_machine(self) -> bool:
+        """Whether tensor-parallel ranks divide the CPU that a profile is of, instead of having a device each."""
+        if self.engine == "vllm":
+            return not _vllm_has_gpu()
+        return self.engine == "native" and not self.on_cuda
 
 
 def open_engine(
@@ -377,6 +409,7 @@ def open_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             dtype=config.dtype,
             num_threads=config.num_threads,
+            tensor_parallel_size=config.tensor_parallel_size,
             engine_args=config.engine_args,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,

@@ -36,7 +36,7 @@ from blendserve.tokens import PromptTokens
 END_TIMEOUT_S = 10.0
 """from the end of the pipe to that of the process, which says what it died of"""
 
-_MAIN = "import sys; sys.path[:] = {path!r}; from blendserve.engines.process import serve; serve({fd})"
+_MAIN = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({fd})"
 
 
 class _Facts(NamedTuple):
@@ -47,6 +47,39 @@ class _Facts(NamedTuple):
     num_blocks: int
     max_model_len: int
     holds_kv: bool
+
+
+def start_process(
+    module: str, process_group: int | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that runs `serve(fd)` of a module, and a pipe to it.
+
+    It is not forked and runs nothing of the caller's main module. `process_group` is that of `subprocess.Popen`.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN.format(path=sys.path, module=module, fd=theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            # What a library prints must not get between results on standard output.
+            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            process_group=process_group,
+        )
+    return process, Connection(ours.detach())
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """What became of a process whose pipe has ended."""
+    try:
+        code = process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "closed its pipe"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", perhaps because memory ran out" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
 
 
 class ProcessExecutor:
@@ -66,18 +99,9 @@ class ProcessExecutor:
         self._sent: set[int] = set()
         self._results: dict[int, Result] = {}
         self._requests: RequestTable | None = None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # A process group of its own, so that Ctrl-C in a terminal reaches the job alone. What a library prints
-            # must not get between results on standard output.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN.format(path=sys.path, fd=theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
-            )
-        self._connection: Connection | None = Connection(ours.detach())
+        # A process group of its own, so that Ctrl-C in a terminal reaches the job alone.
+        self._process, connection = start_process(__name__, process_group=0)
+        self._connection: Connection | None = connection
         try:
             facts: _Facts = self._call("open", open_executor)
         except BaseException:
@@ -106,7 +130,7 @@ class ProcessExecutor:
         assert self._requests is not None
         new = [request for request in batch.requests.tolist() if request not in self._sent]
         prompts = {request: self._requests.tokens[request] for request in new}
-        step, results = self._call("execute", (_only_used_blocks(batch, self.block_size), prompts))
+        step, results = self._call("execute", (batch.with_used_blocks(self.block_size), prompts))
         self._sent.update(new)
         self._results.update(results)
         result: StepResult = step
@@ -119,11 +143,12 @@ class ProcessExecutor:
 
     def close(self) -> None:
         """End the process."""
+        if self._process.poll() is None:  # it has nothing to save, nor have those that it started
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        self._process.kill()  # it has nothing to save
-        self._process.wait()
 
     def _call(self, method: str, argument: Any) -> Any:
         """Have the child do something.
@@ -138,21 +163,10 @@ class ProcessExecutor:
             self._connection.send_bytes(pickle.dumps((method, argument), pickle.HIGHEST_PROTOCOL))
             is_error, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise EngineDiedError(self._how_it_ended()) from error
+            raise EngineDiedError(f"the engine's process {how_it_ended(self._process)}") from error
         if is_error:
             raise value
         return value
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "the engine's process closed its pipe"
-        if code >= 0:
-            return f"the engine's process ended with exit code {code}"
-        name = signal.Signals(-code).name
-        hint = ", perhaps because memory ran out" if name == "SIGKILL" else ""
-        return f"the engine's process was killed by {name}{hint}"
 
 
 class _ArrivedPrompts(PromptTokens):
@@ -164,13 +178,6 @@ class _ArrivedPrompts(PromptTokens):
 
     def __getitem__(self, prompt: int) -> NDArray[np.uint32]:
         return self.arrived[prompt]
-
-
-def _only_used_blocks(batch: Batch, block_size: int) -> Batch:
-    """The batch with block tables of its own rows only, as wide as they are used."""
-    longest = int((batch.num_computed + batch.num_tokens).max(initial=0))
-    tables = np.ascontiguousarray(batch.block_tables[batch.slots, : -(-longest // block_size)])
-    return replace(batch, slots=np.arange(len(batch.slots), dtype=np.int32), block_tables=tables)
 
 
 def _has_descriptor(stream: Any) -> bool:

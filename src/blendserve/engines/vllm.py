@@ -79,6 +79,7 @@ _OURS = {
     "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "dtype": "--dtype",
+    "tensor_parallel_size": "--tensor-parallel-size",
     "reasoning_parser": "--reasoning-parser",
 }
 """engine arguments that are set from here, with the options they are set by"""
@@ -147,6 +148,7 @@ class VLLMEngine:
         kv_cache_memory: bytes; None: `CPU_KV_RATIO` of what is free on a CPU, else vLLM's choice.
         max_num_seqs, max_num_batched_tokens: None leaves them to vLLM.
         dtype: "auto" leaves it to vLLM.
+        tensor_parallel_size: devices that each hold a part of every layer.
         num_threads: on a CPU; None: all cores where they are few, else vLLM's choice.
         engine_args: further arguments of vLLM's `EngineArgs`.
         tool_call_parser, reasoning_parser: what answers in chats are read with, by vLLM's names; None: not at all.
@@ -168,6 +170,7 @@ class VLLMEngine:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        tensor_parallel_size: int = 1,
         num_threads: int | None = None,
         engine_args: Mapping[str, Any] | None = None,
         tool_call_parser: str | None = None,
@@ -190,6 +193,7 @@ class VLLMEngine:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "dtype": None if dtype == "auto" else dtype,
+            "tensor_parallel_size": tensor_parallel_size,
             "reasoning_parser": reasoning_parser,
         }
         arguments = {name: value for name, value in options.items() if value is not None} | further

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,3 +35,9 @@ class Batch:
     """KV tokens attended to by the decode rows"""
     query_key_pairs: float
     """(query, key) pairs of the prefill rows: the work of prefill attention"""
+
+    def with_used_blocks(self, block_size: int) -> Batch:
+        """The same with block tables of its own rows only, as wide as they are used: what to send elsewhere."""
+        longest = int((self.num_computed + self.num_tokens).max(initial=0))
+        tables = np.ascontiguousarray(self.block_tables[self.slots, : -(-longest // block_size)])
+        return replace(self, slots=np.arange(len(self.slots), dtype=np.int32), block_tables=tables)

@@ -31,7 +31,7 @@ def flags(line: str) -> str:
         ("-q --no-engine-process --policy dfs", "-q --no-engine-process --policy dfs"),
         (
             "--engine vllm --tensor-parallel-size 2 --enforce-eager --no-async-scheduling --max-num-seqs 8",
-            "--engine vllm --engine-arg tensor_parallel_size=2 --engine-arg enforce_eager=true "
+            "--engine vllm --tensor-parallel-size 2 --engine-arg enforce_eager=true "
             "--engine-arg async_scheduling=false --max-num-seqs 8",
         ),
         ("--load-format dummy --device cuda", "--load-format dummy --device cuda"),

@@ -51,3 +51,33 @@ def test_random_weights_need_no_files_of_weights(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), with_weights=False).folder == tmp_path
     with pytest.raises(ModelError, match="safetensors"):
         resolve_model(str(tmp_path))
+
+
+def test_devices_that_run_a_model_together_add_up() -> None:
+    files = ModelFiles("tiny", None, CONFIG | {"num_key_value_heads": 2})
+    one, four = (EngineConfig(device="cuda", tensor_parallel_size=n).cost_model(files) for n in (1, 4))
+    assert four.hardware.name == "4 x h200-estimate"
+    assert four.hardware.flops == 4 * one.hardware.flops
+    assert four.hardware.bandwidth == 4 * one.hardware.bandwidth
+    assert float(four.compute_s(100, 100)) == pytest.approx(float(one.compute_s(100, 100)) / 4)
+    # There are two KV heads, each on two of the devices: they hold and read the KV of two.
+    assert four.kv_capacity_tokens == 2 * one.kv_capacity_tokens
+    assert float(four.memory_s(100, 100)) == pytest.approx(float(one.memory_s(100, 100)) / 2)
+    modelled = EngineConfig(engine="simulated", tensor_parallel_size=4).cost_model(files)
+    assert modelled.hardware.name == "4 x a100-80g-paper"
+
+
+def test_ranks_on_a_cpu_divide_it() -> None:
+    files = ModelFiles("tiny", None, CONFIG)
+    one, two = (EngineConfig(tensor_parallel_size=n).cost_model(files) for n in (1, 2))
+    assert one == two
+    two = EngineConfig(tensor_parallel_size=2, kv_cache_memory=1 << 20).cost_model(files)
+    assert two.hardware.kv_cache_bytes == 2 << 20
+
+
+def test_models_that_cannot_be_divided_are_refused_before_anything_is_read() -> None:
+    files = ModelFiles("tiny", None, CONFIG)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 .* use one of 1, 2, 4$"):
+        EngineConfig(tensor_parallel_size=3).cost_model(files)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 does nothing with --engine openai"):
+        EngineConfig(engine="openai", base_url="http://localhost/v1", tensor_parallel_size=2).check()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from blendserve.engines import has_nvidia_gpu
+from blendserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from blendserve.cost_model import CostModel
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from blendserve.engines.native.executor import TorchExecutor
     from blendserve.engines.native.output import Detokenizer
 
-__all__ = ["dtype_bytes", "open_executor", "resolve_device", "resolve_dtype"]
+__all__ = ["check_tensor_parallel_size", "dtype_bytes", "open_executor", "resolve_device", "resolve_dtype"]
 
 
 def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
@@ -41,6 +42,25 @@ def dtype_bytes(dtype: Dtype, device: Device = "cpu") -> float:
     return 2.0 if resolve_dtype(dtype, device) == "bfloat16" else 4.0
 
 
+def check_tensor_parallel_size(size: int, num_heads: int, num_kv_heads: int, intermediate_size: int) -> None:
+    """Make sure that a model can be divided among `size` ranks: all have as much of it as the others.
+
+    Raises:
+        ConfigError: it cannot; names the sizes that work.
+    """
+
+    def works(size: int) -> bool:
+        kv_heads_divide = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        return num_heads % size == 0 and kv_heads_divide and intermediate_size % size == 0
+
+    if not works(size):
+        possible = ", ".join(str(n) for n in range(1, num_heads + 1) if works(n))
+        raise ConfigError(
+            f"--tensor-parallel-size {size} does not divide the model's {num_heads} attention heads, {num_kv_heads} "
+            f"KV heads and {intermediate_size} columns of its MLP evenly; use one of {possible}"
+        )
+
+
 def open_executor(
     config: EngineConfig,
     folder: Path,
@@ -58,20 +78,31 @@ def open_executor(
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     from blendserve.engines.native.executor import TorchExecutor
 
-    return TorchExecutor(
+    size, device = config.tensor_parallel_size, resolve_device(config.device)
+    num_threads = config.num_threads
+    if size > 1 and num_threads is None and device == "cpu":
+        import torch
+
+        num_threads = max(1, torch.get_num_threads() // size)
+    open_rank = functools.partial(
+        TorchExecutor,
         folder,
-        tokenizer,
         cost_model=cost_model,
-        device=resolve_device(config.device),
+        device=device,
         dtype=resolve_dtype(config.dtype, config.device),
         load_format=config.load_format,
         kv_cache_memory=config.kv_cache_memory,
         block_size=cost_model.hardware.block_size,
         max_model_len=max_model_len,
-        num_threads=config.num_threads,
+        num_threads=num_threads,
         attention_backend=config.attention_backend,
         overlap=config.overlap,
     )
+    if size == 1:
+        return open_rank(tokenizer=tokenizer)
+    from blendserve.engines.native.parallel import open_parallel
+
+    return open_parallel(open_rank, tokenizer, size=size, device=device)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from blendserve.engines.native.device import upload
 from blendserve.engines.native.model import LayerOps, LlamaModel, ModelConfig, TorchOps
 from blendserve.engines.native.output import Detokenizer, RequestOutput
 from blendserve.engines.native.overlap import Lanes, OverlappedModel, open_lanes
+from blendserve.engines.native.parallel import Leader, Ranks
 from blendserve.engines.native.sampler import Choice, SamplingRow, choose
 from blendserve.errors import ConfigError, EngineDiedError, EngineError
 from blendserve.request import Failure, RequestTable, Result
@@ -72,8 +73,9 @@ class TorchExecutor:
         num_threads: None for torch's choice.
         attention_backend: "auto" for Triton on a GPU, and on a CPU for the C kernels where they can be had.
         late_results: whether tokens are taken while the next step runs, see above; None: on a GPU.
+        ranks: that this executor is one of, see `parallel.open_parallel`; sizes of the KV cache are a rank's.
         overlap: "auto" to run steps in two halves, see `overlap.py`, where by the profile that takes less time.
-        lanes: for these, by the profile's partitions; None: on a GPU, those that `open_lanes` finds.
+        lanes: for these, by the profile's partitions; None: on a GPU by itself, those that `open_lanes` finds.
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
@@ -99,6 +101,7 @@ class TorchExecutor:
         num_threads: int | None = None,
         attention_backend: Backend = "auto",
         late_results: bool | None = None,
+        ranks: Ranks | None = None,
         overlap: Literal["auto", "off"] = "auto",
         lanes: Mapping[Partition, Lanes] | None = None,
     ) -> None:
@@ -107,26 +110,31 @@ class TorchExecutor:
         self.cost_model = cost_model
         self.block_size = block_size
         self._tokenizer = tokenizer
+        self._ranks = ranks
         self._device = _open_device(device)
         self._is_late = device == "cuda" if late_results is None else late_results
         backend = _resolve_backend(attention_backend, device)
         config = ModelConfig.from_folder(folder, max_model_len)
         ops = _layer_ops(backend)
         if load_format == "dummy":
-            model = LlamaModel.dummy(config, getattr(torch, dtype), self._device, ops)
+            model = LlamaModel.dummy(config, getattr(torch, dtype), self._device, ops, ranks)
         else:
-            model = LlamaModel.load(folder, config, getattr(torch, dtype), self._device, ops)
+            model = LlamaModel.load(folder, config, getattr(torch, dtype), self._device, ops, ranks)
         shape = KVShape(
             num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=model.config.num_heads,
+            num_kv_heads=model.config.num_kv_heads,
             head_dim=config.head_dim,
             num_blocks=1,
             block_size=block_size,
             dtype=model.dtype,
         )
-        memory = _default_kv_memory(self._device) if kv_cache_memory is None else kv_cache_memory
+        memory = kv_cache_memory
+        if memory is None:
+            memory = _default_kv_memory(self._device, 1 if ranks is None else ranks.size)
         self.num_blocks = memory // shape.bytes_per_block if num_blocks is None else num_blocks
+        if ranks is not None:
+            self.num_blocks = ranks.agree(self.num_blocks)
         if self.num_blocks < 1:
             raise ConfigError(
                 f"a KV cache of {memory} bytes holds no block of {block_size} tokens, which takes "
@@ -135,7 +143,7 @@ class TorchExecutor:
         self.max_model_len = min(config.max_model_len, self.num_blocks * block_size)
         cosine, sine = (table.to(self._device) for table in config.rope_table())
         attention = make_attention(replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend)
-        if lanes is None and overlap == "auto" and device == "cuda":
+        if lanes is None and overlap == "auto" and device == "cuda" and ranks is None:
             lanes = open_lanes(cost_model.hardware, model)
         self._loaded: tuple[LlamaModel, PagedAttention, OverlappedModel | None] | None
         self._loaded = (model, attention, None)
@@ -158,11 +166,13 @@ class TorchExecutor:
         if self._loaded is None or self._requests is None:
             raise EngineError("the native engine was closed or never started")
         try:
-            launched = self._launch(batch)
+            launched = self._launch_on_all(batch)
             arrived = self._in_flight if self._is_late else launched
             self._in_flight = launched if self._is_late else None
             if arrived is not None:
                 self._take(arrived)
+            if isinstance(self._ranks, Leader):
+                self._ranks.check()
         except torch.AcceleratorError as error:
             # What a kernel did wrong shows at any later call, and the process can use the GPU no more.
             raise EngineDiedError(f"the GPU failed: {error}") from error
@@ -202,12 +212,43 @@ class TorchExecutor:
         """See `Executor.close`."""
         self._loaded = None
         self._forget()
+        if isinstance(self._ranks, Leader):
+            self._ranks.close()
+
+    def follow(self, batch: Batch) -> None:
+        """Compute this rank's part of a batch that rank 0 launches."""
+        assert self._loaded is not None
+        assert self._ranks is not None
+        model, attention = self._loaded[:2]
+        layout = StepLayout.from_batch(batch, self.block_size)
+        [selected] = upload([_last_tokens(batch, layout)], self._device)
+        token_ids = torch.empty(layout.num_tokens, dtype=torch.int64, device=self._device)
+        hidden = model.hidden_states(self._ranks.broadcast(token_ids), layout, attention, selected)
+        for _ in model.logits(hidden):
+            pass
 
     def _forget(self) -> None:
         self._outputs.clear()
         self._failures.clear()
         self._complete.clear()
         self._in_flight = None
+
+    def _launch_on_all(self, batch: Batch) -> _Step | None:
+        """`_launch`; what fails on one of several ranks leaves the others waiting for it.
+
+        Raises:
+            EngineDiedError: something failed and there are other ranks.
+        """
+        if not isinstance(self._ranks, Leader):
+            return self._launch(batch)
+        self._ranks.check()
+        try:
+            return self._launch(batch)
+        except Exception as error:  # whatever a model, a kernel or an allocator raises
+            raise self._ranks.death(error) from error
+        except BaseException:  # Ctrl-C
+            self._ranks.close()
+            raise
 
     def _launch(self, batch: Batch) -> _Step | None:
         """Start to compute a batch and to choose its tokens; None if it leaves nothing to do."""
@@ -222,12 +263,18 @@ class TorchExecutor:
         layout = StepLayout.from_batch(batch, self.block_size)
         token_ids, places, sources = self._token_ids(batch, layout.query_starts)
         rows = np.flatnonzero(batch.samples)
-        selected = layout.query_starts[rows + 1].astype(np.int64) - 1
-        arrays = (token_ids, selected, np.array(places, np.int64), np.array(sources, np.int64))
+        arrays = (
+            token_ids,
+            _last_tokens(batch, layout),
+            np.array(places, np.int64),
+            np.array(sources, np.int64),
+        )
         ids, wanted, ids_in_flight, their_source = upload(arrays, self._device)
         if places:
             assert self._in_flight is not None
             ids[ids_in_flight] = self._in_flight.token_ids[their_source]
+        if isinstance(self._ranks, Leader):
+            self._ranks.lead(batch, self.block_size, ids)
         if overlapped is not None and halves is not None:
             hidden = overlapped.hidden_states(ids, layout, wanted, halves)
         else:
@@ -336,6 +383,11 @@ class TorchExecutor:
         return SamplingRow(output.params, seed, num_tokens, output.suppressed(num_tokens))
 
 
+def _last_tokens(batch: Batch, layout: StepLayout) -> NDArray[np.int64]:
+    """[num_sampled] places in the flattened batch of the tokens that a token is sampled behind."""
+    return layout.query_starts[np.flatnonzero(batch.samples) + 1].astype(np.int64) - 1
+
+
 def _open_device(name: Literal["cpu", "cuda"]) -> torch.device:
     if name == "cuda":
         if not torch.cuda.is_available():
@@ -373,7 +425,8 @@ def _layer_ops(backend: Backend) -> LayerOps:
     return TorchOps()
 
 
-def _default_kv_memory(device: torch.device) -> int:
+def _default_kv_memory(device: torch.device, num_ranks: int) -> int:
+    """Bytes of KV cache of each rank; ranks on CPUs share the memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -382,5 +435,5 @@ def _default_kv_memory(device: torch.device) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return DEFAULT_KV_BYTES // 4
-    return min(DEFAULT_KV_BYTES, int(DEFAULT_KV_RATIO * available))
+        return DEFAULT_KV_BYTES // 4 // num_ranks
+    return min(DEFAULT_KV_BYTES, int(DEFAULT_KV_RATIO * available)) // num_ranks

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,13 +19,16 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from blendserve.engines.native import check_tensor_parallel_size
 from blendserve.engines.native.attention import PagedAttention, StepLayout
+from blendserve.engines.native.parallel import Part, Ranks
 from blendserve.errors import ModelError
 from blendserve.models import SUPPORTED_ARCHITECTURES, check_supported
 
 CPU = torch.device("cpu")
 LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """fp32 logits held at a time, by kind of device: the head runs over this much and no more"""
+WHOLE = Part(0, 1)
 DUMMY_WEIGHT_SCALE = 0.02
 """standard deviation of random weights"""
 
@@ -130,6 +133,20 @@ class ModelConfig:
         kv_size = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv_size, kv_size
 
+    def of_rank(self, size: int) -> ModelConfig:
+        """What each of `size` tensor-parallel ranks has of the model; KV heads are copied where they are fewer.
+
+        Raises:
+            ConfigError: its sizes do not divide.
+        """
+        check_tensor_parallel_size(size, self.num_heads, self.num_kv_heads, self.intermediate_size)
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(self.num_kv_heads // size, 1),
+            intermediate_size=self.intermediate_size // size,
+        )
+
     def rope_table(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position: two tensors [max_model_len, head_dim / 2] fp32."""
         frequencies = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
@@ -190,7 +207,8 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 class Linear:
     """`x @ weight.T + bias`, on a CPU with the weight packed for oneDNN where this torch offers that.
 
-    Packing is worth 1.2 to 3 times on the few rows of a decode step and a little on many.
+    Packing is worth 1.2 to 3 times on the few rows of a decode step and a little on many. With `ranks`, which hold
+    different inputs and their columns of the weight, the result is the sum of theirs; one of them has the bias.
     """
 
     PACKED_FOR_ROWS = 256
@@ -199,8 +217,10 @@ class Linear:
         self,
         weight: Tensor,  # [num_outputs, num_inputs]
         bias: Tensor | None = None,  # [num_outputs]
+        ranks: Ranks | None = None,
     ) -> None:
         self.bias = bias
+        self.ranks = ranks
         self.weight, self.is_packed = weight, False
         if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not _has_fast_bf16()):
             return
@@ -216,14 +236,17 @@ class Linear:
         out: Tensor | None = None,  # [num_rows, num_outputs]
     ) -> Tensor:  # [num_rows, num_outputs]
         """Apply to every row; the result is in `out` where that is given."""
+        result: Tensor
         if self.is_packed:
-            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return result if out is None else out.copy_(result)
-        if out is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+            result = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            result = result if out is None else out.copy_(result)
+        elif out is None:
+            result = F.linear(x, self.weight, self.bias)
+        elif self.bias is None:
+            result = torch.mm(x, self.weight.t(), out=out)
+        else:
+            result = torch.addmm(self.bias, x, self.weight.t(), out=out)
+        return result if self.ranks is None else self.ranks.all_reduce(result)
 
 
 def _has_fast_bf16() -> bool:
@@ -302,7 +325,10 @@ class Layer:
 
 
 class LlamaModel:
-    """A Llama-type model; see `forward`."""
+    """A Llama-type model, or one rank's part of it; see `forward`.
+
+    With `ranks`, `config` is that of a rank; `embedding` and `head` are its part of the vocabulary, padded.
+    """
 
     def __init__(
         self,
@@ -312,8 +338,10 @@ class LlamaModel:
         norm: RMSNorm,
         head: Linear,
         ops: LayerOps,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
@@ -331,15 +359,17 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device = CPU,
         ops: LayerOps | None = None,
+        ranks: Ranks | None = None,
     ) -> LlamaModel:
-        """Read the safetensors files of a checkpoint.
+        """Read the safetensors files of a checkpoint; with `ranks` only this one's part of them.
 
         Raises:
+            ConfigError: the model cannot be divided among so many ranks.
             ModelError: weights are missing, of the wrong shape, or more than this model has.
         """
         with ExitStack() as stack:
             weights = _Weights(folder, dtype, device, stack)
-            model = cls._from_weights(config, weights, ops or TorchOps())
+            model = cls._from_weights(config, weights, ops or TorchOps(), ranks)
             weights.check_all_used()
         return model
 
@@ -350,40 +380,65 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device = CPU,
         ops: LayerOps | None = None,
+        ranks: Ranks | None = None,
     ) -> LlamaModel:
         """The same with random weights, made on the device: as fast as a trained model, and what it says is noise."""
-        return cls._from_weights(config, _DummyWeights(dtype, device), ops or TorchOps())
+        return cls._from_weights(config, _DummyWeights(dtype, device), ops or TorchOps(), ranks)
 
     @classmethod
     def _from_weights(
-        cls, config: ModelConfig, weights: _Weights | _DummyWeights, ops: LayerOps
+        cls, config: ModelConfig, weights: _Weights | _DummyWeights, ops: LayerOps, ranks: Ranks | None
     ) -> LlamaModel:
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        own = WHOLE if ranks is None else Part(ranks.rank, ranks.size)
+        num_kv_parts = min(own.count, config.num_kv_heads)
+        kv = Part(own.index * num_kv_parts // own.count, num_kv_parts)
 
-        def linear(prefix: str, sizes: dict[str, int], num_inputs: int, bias: bool) -> Linear:
-            """Several projections of the same input as one."""
-            parts = [weights.take(f"{prefix}{name}.weight", size, num_inputs) for name, size in sizes.items()]
-            biases = [weights.take(f"{prefix}{name}.bias", size) for name, size in sizes.items() if bias]
+        def by_column(prefix: str, outputs: dict[str, tuple[int, Part]], bias: bool) -> Linear:
+            """Several projections of the hidden states as one, each with a part of its outputs."""
+            parts = [
+                weights.take(f"{prefix}{name}.weight", size, hidden, part=part)
+                for name, (size, part) in outputs.items()
+            ]
+            biases = [
+                weights.take(f"{prefix}{name}.bias", size, part=part)
+                for name, (size, part) in outputs.items()
+                if bias
+            ]
             return Linear(_join(parts), _join(biases) if bias else None)
+
+        def by_row(name: str, num_inputs: int, bias: bool) -> Linear:
+            """A projection to the hidden states, with a part of its inputs."""
+            weight = weights.take(f"{name}.weight", hidden, num_inputs, part=own, dim=1)
+            if bias and own.index:
+                weights.ignore(f"{name}.bias")
+                bias = False  # it is added once
+            return Linear(weight, weights.take(f"{name}.bias", hidden) if bias else None, ranks)
 
         def norm(name: str, size: int) -> RMSNorm:
             return RMSNorm(weights.take(f"{name}.weight", size), eps)
 
-        embedding = weights.take("model.embed_tokens.weight", config.vocab_size, hidden)
-        qkv_sizes = dict(zip(("q_proj", "k_proj", "v_proj"), config.qkv_sizes, strict=True))
+        embedding = weights.take("model.embed_tokens.weight", config.vocab_size, hidden, part=own)
+        qkv = dict(
+            zip(
+                ("q_proj", "k_proj", "v_proj"), zip(config.qkv_sizes, (own, kv, kv), strict=True), strict=True
+            )
+        )
         layers = []
         for i in range(config.num_layers):
             layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn.", ".mlp."))
             layers.append(
                 Layer(
                     input_norm=norm(f"{layer}.input_layernorm", hidden),
-                    qkv=linear(attention, qkv_sizes, hidden, config.qkv_bias),
+                    qkv=by_column(attention, qkv, config.qkv_bias),
                     query_norm=norm(f"{attention}q_norm", config.head_dim) if config.qk_norm else None,
                     key_norm=norm(f"{attention}k_norm", config.head_dim) if config.qk_norm else None,
-                    output=linear(attention, {"o_proj": hidden}, config.qkv_sizes[0], config.output_bias),
+                    output=by_row(f"{attention}o_proj", config.qkv_sizes[0], config.output_bias),
                     mlp_norm=norm(f"{layer}.post_attention_layernorm", hidden),
-                    gate_up=linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias),
-                    down=linear(mlp, {"down_proj": hidden}, inner, config.mlp_bias),
+                    gate_up=by_column(
+                        mlp, {"gate_proj": (inner, own), "up_proj": (inner, own)}, config.mlp_bias
+                    ),
+                    down=by_row(f"{mlp}down_proj", inner, config.mlp_bias),
                 )
             )
         final_norm = norm("model.norm", hidden)
@@ -391,8 +446,8 @@ class LlamaModel:
             weights.ignore("lm_head.weight")
             head = Linear(embedding)
         else:
-            head = Linear(weights.take("lm_head.weight", config.vocab_size, hidden))
-        return cls(config, embedding, layers, final_norm, head, ops)
+            head = Linear(weights.take("lm_head.weight", config.vocab_size, hidden, part=own))
+        return cls(config.of_rank(own.count), embedding, layers, final_norm, head, ops, ranks)
 
     @torch.inference_mode()
     def hidden_states(
@@ -404,7 +459,7 @@ class LlamaModel:
     ) -> Tensor:  # [num_selected, hidden_size]
         """Compute one step: writes the KV of all its tokens, returns the final hidden states of the selected ones."""
         attention.begin(layout)
-        residual, delta = self.embedding[token_ids], None
+        residual, delta = self._embed(token_ids), None
         for i in range(len(self.layers)):
             qkv = self.project(i, residual, delta)
             attention.store(i, qkv)
@@ -447,9 +502,15 @@ class LlamaModel:
         self,
         hidden_states: Tensor,  # [num_rows, hidden_size]
     ) -> Iterator[Tensor]:  # [at most rows_per_chunk, vocab_size] fp32
-        """Logits of consecutive chunks of rows, so that a large batch never holds all of its logits at once."""
+        """Logits of consecutive chunks of rows, so that a large batch never holds all of its logits at once.
+
+        With ranks, rank 0 has them; the others must iterate all the same.
+        """
         for start in range(0, len(hidden_states), self.rows_per_chunk):
-            yield self.head(hidden_states[start : start + self.rows_per_chunk]).float()
+            logits = self.head(hidden_states[start : start + self.rows_per_chunk])
+            if self.ranks is not None:
+                logits = self.ranks.gather(logits)[:, : self.config.vocab_size]
+            yield logits.float()
 
     def forward(
         self, token_ids: Tensor, layout: StepLayout, attention: PagedAttention, selected: Tensor
@@ -458,11 +519,25 @@ class LlamaModel:
         chunks = list(self.logits(self.hidden_states(token_ids, layout, attention, selected)))
         return torch.cat(chunks) if chunks else torch.empty(0, self.config.vocab_size)
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.ranks is None:
+            return self.embedding[token_ids]
+        places = token_ids - self.ranks.rank * len(self.embedding)
+        is_elsewhere = (places < 0) | (places >= len(self.embedding))
+        rows = self.embedding[places.masked_fill_(is_elsewhere, 0)]
+        return self.ranks.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
+
     def _normalise_heads(self, qkv: Tensor, query_norm: RMSNorm, key_norm: RMSNorm) -> None:
         queries, keys, _ = qkv.split_with_sizes(self.config.qkv_sizes, dim=-1)
         for part, norm in ((queries, query_norm), (keys, key_norm)):
             heads = part.view(len(part), -1, self.config.head_dim)
             heads.copy_(norm(heads))
+
+
+def _padded(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """The tensor with zeros behind the end of dimension `dim`, which is of `size` then."""
+    lacking = size - tensor.shape[dim]
+    return F.pad(tensor, (0,) * 2 * (tensor.ndim - dim - 1) + (0, lacking)) if lacking else tensor
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -487,16 +562,21 @@ class _Weights:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
 
-    def take(self, name: str, *sizes: int) -> Tensor:
-        """The tensor `name`, which must have the given sizes, in the model's dtype."""
+    def take(self, name: str, *sizes: int, part: Part = WHOLE, dim: int = 0) -> Tensor:
+        """The tensor `name`, which must have the given sizes, in the model's dtype; of dimension `dim`, a part.
+
+        A part that is shorter than others is padded with zeros; no more than the part is read.
+        """
         if name not in self._files:
             raise ModelError(f"the weights in {self._folder} lack {name}")
-        tensor: Tensor = self._files.pop(name).get_tensor(name)
-        if tuple(tensor.shape) != sizes:
-            raise ModelError(
-                f"{name} in {self._folder} has shape {tuple(tensor.shape)}, config.json implies {sizes}"
-            )
-        return tensor.to(self._device, self._dtype)
+        found = self._files.pop(name).get_slice(name)
+        shape = tuple(found.get_shape())
+        if shape != sizes:
+            raise ModelError(f"{name} in {self._folder} has shape {shape}, config.json implies {sizes}")
+        start, end = part.bounds(sizes[dim])
+        tensor: Tensor = found[:, start:end] if dim else found[start:end]
+        tensor = tensor.to(self._device, self._dtype).contiguous()
+        return _padded(tensor, part.size_of(sizes[dim]), dim)
 
     def ignore(self, name: str) -> None:
         """Do without a tensor that may be there."""
@@ -518,13 +598,19 @@ class _DummyWeights:
         self._dtype, self._device = dtype, device
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
-    def take(self, name: str, *sizes: int) -> Tensor:
-        """A tensor of the given sizes."""
+    def take(self, name: str, *sizes: int, part: Part = WHOLE, dim: int = 0) -> Tensor:
+        """A tensor of the given sizes, or a part of it: the ranks have together what one would have alone."""
         if len(sizes) == 1:
             value = 0.0 if name.endswith(".bias") else 1.0
-            return torch.full(sizes, value, dtype=self._dtype, device=self._device)
-        empty = torch.empty(sizes, dtype=self._dtype, device=self._device)
-        return empty.normal_(0.0, DUMMY_WEIGHT_SCALE, generator=self._generator)
+            whole = torch.full(sizes, value, dtype=self._dtype, device=self._device)
+        else:
+            whole = torch.empty(sizes, dtype=self._dtype, device=self._device)
+            whole.normal_(0.0, DUMMY_WEIGHT_SCALE, generator=self._generator)
+        if part.count == 1:
+            return whole
+        start, end = part.bounds(sizes[dim])
+        tensor = whole.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
+        return _padded(tensor, part.size_of(sizes[dim]), dim)
 
     def ignore(self, name: str) -> None:
         """See `_Weights.ignore`; there is none."""
