@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap, StepLines
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.simulated import SimulatedExecutor
+from blendserve.planner.declared_lengths import DeclaredLengths
 from blendserve.planner.plan import make_plan
 from blendserve.scheduling.blend import (
     MIN_STEP_TOKENS,
@@ -78,7 +79,8 @@ def test_the_longest_that_fits_is_found(declared: list[int], admitted: set[int],
         prompt=np.zeros(num, dtype=np.int32),
         own=np.zeros(num, dtype=np.int32),
         prompt_share=np.zeros(num),
-        declared=lengths,
+        hint=lengths.astype(np.float64),
+        ends=DeclaredLengths(np.zeros(num, dtype=np.int32), lengths).ends,
         group=np.zeros(num, dtype=np.int32),
         right=np.ones(num, dtype=np.int32),
         generated=np.zeros(num, dtype=np.int32),
