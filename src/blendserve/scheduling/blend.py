@@ -708,17 +708,18 @@ def _add_declared(projection, alive, size, generated, ends, hint, points):  # ty
         width = points[i + 1] - points[i]
         lasts, squares = weight * width, weight * width * width
         while weight >= 1e-9:
-            if come_so_far > 0.0:
-                left = max(hint * ends[end, VALUE] - generated, 1.0)
-                probability = (ends[end, ALIVE] - ends[end + 1, ALIVE]) / come_so_far
-            else:  # outlived all
-                left, probability = max((OVERRUN_FACTOR - 1.0) * generated, 1.0), 1.0
+            left = max(hint * ends[end, VALUE] - generated, 1.0)
+            if come_so_far <= 0.0:  # outlived all
+                left = max((OVERRUN_FACTOR - 1.0) * generated, 1.0)
             if left >= points[i + 1]:
                 break
+            probability = weight
+            if come_so_far > 0.0:
+                probability = (ends[end, ALIVE] - ends[end + 1, ALIVE]) / come_so_far
             lasts -= probability * (points[i + 1] - left)
             squares -= probability * (width * width - (left - points[i]) ** 2)
             weight -= probability
-            end = min(end + 1, len(ends) - 2)
+            end += 1
         projection[i] += (lasts * (size + points[i]) + squares / 2.0) / width
         alive[i] += lasts / width
 

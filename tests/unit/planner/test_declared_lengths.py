@@ -119,7 +119,11 @@ def test_requests_without_a_declared_length_change_nothing() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5000), st.integers(1, 5000), st.booleans()), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 5000), st.integers(1, 5000), st.booleans()), min_size=1
+    )
+)
 def test_ends_are_a_distribution_whatever_is_declared(requests: list[tuple[int, int, int, bool]]) -> None:
     """Those marked have finished, the others run; learning all at once or one by one is the same."""
     classes, declared, tokens, done = (np.array(column) for column in zip(*requests, strict=True))
