@@ -7,6 +7,8 @@ long already.
 
 from __future__ import annotations
 
+import math
+
 import numba
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +24,16 @@ OCTAVES = 8
 NUM_BUCKETS = 2 * OCTAVES * BUCKETS_PER_OCTAVE + 1
 EXACT = OCTAVES * BUCKETS_PER_OCTAVE
 """the bucket of ratio 1"""
-PRIOR_BELIEF = 0.999
-"""of requests that have come to their declared length, those taken to end there while nothing is known"""
-PRIOR_OVERRUN_OCTAVES = 2
-"""the others are taken to end evenly in log length up to so many octaves later"""
-PRIOR_WEIGHT = 1.0
-"""requests that the prior counts for against those of the whole job"""
+PRIOR_FADES_AFTER = 4.0
+"""finished requests of a class after which what is taken of its ratios beforehand weighs half a request"""
 JOB_WEIGHT = 4.0
 """requests that those of the whole job count for against those of a class"""
+LEAST_SPREAD_RATIO = 0.2
+"""of the variance of errors, what lengths are taken to vary at the least where declarations are not to be believed"""
+SURE_END = 1e-3
+"""of requests of which all are taken to have ended, those that have not"""
+OVERRUN_HAZARD = 0.3
+"""probability to end within a bucket for what has outlived all that was to be expected"""
 SPREAD_WEIGHT = 16.0
 """the same for the exponent of declared lengths"""
 SURE_EXPONENT = 0.97
@@ -40,7 +44,7 @@ VALUE, ALIVE, TOKENS, SQUARE = 0, 1, 2, 3
 
 
 class DeclaredLengths:
-    """Actual lengths over `hint`, by class: Kaplan-Meier curves shrunk towards that of the whole job.
+    """Actual lengths over `hint`, by class: Kaplan-Meier curves that start as log-normal ones.
 
     `hint` is the declared length, drawn towards the class's geometric mean by an exponent: of a long declared length
     it is the likelier that it is too long, the more the declared lengths of the class owe to error. Exact declarations
@@ -109,7 +113,27 @@ class DeclaredLengths:
             self._fit(requests, generated)
 
     def _fit(self, requests: Ints, generated: Ints) -> None:
-        _fit(self._ended, self._classes, self.hint, requests, generated, self.ends)
+        num, x, y, xx, yy, xy = self._sums.T
+        declared = requests[self.hint[requests] > 0]
+        num_running = np.bincount(self._classes[declared], minlength=len(num))
+        error_variance, job_error = self._error_variance()
+        b = self._exponent
+        # Those that have finished while many run are the short ones.
+        weight = JOB_WEIGHT + num_running
+        job_bias = (y - x).sum() / max(num.sum(), 1.0)
+        bias = (y - b * x - num * (1.0 - b) * self._log_mean + weight * job_bias) / (num + weight)
+        mean = (y - b * x) / np.maximum(num, 1.0)
+        squares = yy + b**2 * xx - 2.0 * b * xy - num * mean**2
+        variance = np.maximum(squares, 0.0) + weight * np.maximum(b, LEAST_SPREAD_RATIO) * error_variance
+        spread = np.sqrt(variance / (num + weight))
+        _fit(self._ended, self._classes, self.hint, requests, generated, bias, spread, num, self.ends)
+
+    def _error_variance(self) -> tuple[Floats, float]:
+        """[num_classes] of the log of actual over declared length, classes without data like the whole job; that."""
+        num, x, y, xx, yy, xy = self._sums.T
+        squares = np.maximum(xx + yy - 2.0 * xy - (y - x) ** 2 / np.maximum(num, 1.0), 0.0)
+        of_job = float(squares.sum() / max(num.sum(), 1.0))
+        return (squares + JOB_WEIGHT * of_job) / (num + JOB_WEIGHT), of_job
 
     def weigh(self) -> bool:
         """Renew `hint`; returns whether it has changed, after which `refresh` is due."""
@@ -134,11 +158,9 @@ class DeclaredLengths:
         whole job does and errors have nothing to do with lengths. Afterwards what a regression of actual on
         declared lengths says.
         """
-        num, x, y, xx, yy, xy = self._sums.T
+        num, x, y, xx, _, xy = self._sums.T
         safe = np.maximum(num, 1.0)
-        error = np.maximum(xx + yy - 2.0 * xy - (y - x) ** 2 / safe, 0.0)
-        job_error = error.sum() / max(num.sum(), 1.0)
-        error_variance = (error + JOB_WEIGHT * job_error) / (num + JOB_WEIGHT)
+        error_variance, _ = self._error_variance()
         variance = np.maximum(self._log_variance, 1e-9)
         prior = np.clip(1.0 - error_variance / variance, 0.0, 1.0)
         covariance = xy - x * y / safe
@@ -194,44 +216,38 @@ def _learn(sums, log, classes, hint, requests, output_tokens):  # type: ignore[n
 
 
 @numba.njit(cache=True, nogil=True)
-def _fit(ended, classes, hint, requests, generated, ends):  # type: ignore[no-untyped-def]
+def _fit(ended, classes, hint, requests, generated, bias, spread, num_finished, ends):  # type: ignore[no-untyped-def]
     _, num_classes, num_buckets = ended.shape
-    # Row 0 is the whole job, the others the classes.
-    at_risk = np.zeros((num_classes + 1, num_buckets + 1))
-    at_risk[1:, :-1] = ended[0]
+    at_risk = np.zeros((num_classes, num_buckets + 1))
+    at_risk[:, :-1] = ended[0]
     for i in range(len(requests)):  # at risk in every bucket that it has left behind
         request = requests[i]
         if hint[request] > 0.0 and generated[i] > 0:
             bucket = _bucket(generated[i] / hint[request])
             if bucket > 0:
-                at_risk[classes[request] + 1, bucket - 1] += 1.0
+                at_risk[classes[request], bucket - 1] += 1.0
+    value = np.zeros(num_buckets)
+    for bucket in range(num_buckets):
+        center = 2.0 ** ((bucket - EXACT) / BUCKETS_PER_OCTAVE)
+        value[bucket] = (center + ended[1, :, bucket].sum()) / (1.0 + ended[0, :, bucket].sum())
     for group in range(num_classes):
         for bucket in range(num_buckets - 1, -1, -1):
-            at_risk[group + 1, bucket] += at_risk[group + 1, bucket + 1]
-            at_risk[0, bucket] += at_risk[group + 1, bucket]
-    hazard, value = np.zeros(num_buckets), np.zeros(num_buckets)
-    last = EXACT + PRIOR_OVERRUN_OCTAVES * BUCKETS_PER_OCTAVE
-    for bucket in range(num_buckets):
-        if bucket == EXACT:
-            hazard[bucket] = PRIOR_BELIEF
-        elif bucket > EXACT:
-            hazard[bucket] = 1.0 / max(last + 1 - bucket, 1)
-        value[bucket] = 2.0 ** ((bucket - EXACT) / BUCKETS_PER_OCTAVE)
-        here, ratios = ended[0, :, bucket].sum(), ended[1, :, bucket].sum()
-        hazard[bucket] = (here + PRIOR_WEIGHT * hazard[bucket]) / (at_risk[0, bucket] + PRIOR_WEIGHT)
-        value[bucket] = (ratios + PRIOR_WEIGHT * value[bucket]) / (here + PRIOR_WEIGHT)
-    for group in range(num_classes):
-        alive = 1.0
+            at_risk[group, bucket] += at_risk[group, bucket + 1]
+        weight = 1.0 / (1.0 + num_finished[group] / PRIOR_FADES_AFTER)
+        alive = later = 1.0
         for bucket in range(num_buckets):
-            here = ended[0, group, bucket]
-            of_class = (here + JOB_WEIGHT * hazard[bucket]) / (at_risk[group + 1, bucket] + JOB_WEIGHT)
-            if bucket == num_buckets - 1:
-                of_class = 1.0
-            ends[group, bucket, VALUE] = (ended[1, group, bucket] + JOB_WEIGHT * value[bucket]) / (
-                here + JOB_WEIGHT
+            edge = (bucket - EXACT + 0.5) / BUCKETS_PER_OCTAVE * np.log(2.0)
+            score = (edge - bias[group]) / max(spread[group], 1e-3)
+            before, later = later, 0.5 * math.erfc(score / np.sqrt(2.0))
+            hazard = 1.0 - later / before if before > SURE_END else OVERRUN_HAZARD
+            hazard = (ended[0, group, bucket] + weight * min(hazard, 1.0 - SURE_END)) / (
+                at_risk[group, bucket] + weight
+            )
+            ends[group, bucket, VALUE] = (ended[1, group, bucket] + value[bucket]) / (
+                ended[0, group, bucket] + 1.0
             )
             ends[group, bucket, ALIVE] = alive
-            alive *= 1.0 - of_class
+            alive *= 1.0 - hazard
         ends[group, num_buckets, VALUE] = np.inf
         ends[group, num_buckets, ALIVE] = 0.0
         tokens = square = 0.0

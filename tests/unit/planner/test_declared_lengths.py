@@ -59,7 +59,7 @@ def test_a_constant_declaration_stands_for_the_mean_length() -> None:
     actual = lengths_of(4000, 0.8)
     lengths = learnt(np.full(4000, float(MOST)), actual, 3000)
     assert expected(lengths)[3000:] == pytest.approx(actual.mean(), rel=0.05)
-    assert lengths.square[0] * MOST**2 == pytest.approx((actual**2).mean(), rel=0.05)
+    assert lengths.square[0] * MOST**2 == pytest.approx((actual**2).mean(), rel=0.2)
 
 
 @pytest.mark.parametrize(("error", "exponent"), [(0.5, 0.5), (1.0, 0.2)])
