@@ -118,9 +118,9 @@ class DeclaredLengths:
         num_running = np.bincount(self._classes[declared], minlength=len(num))
         error_variance, job_error = self._error_variance()
         b = self._exponent
-        # Those that have finished while many run are the short ones.
+        # Those that have finished while many run are the short ones, so they do not say by how much all are off.
         weight = JOB_WEIGHT + num_running
-        job_bias = (y - x).sum() / max(num.sum(), 1.0)
+        job_bias = (y - x).sum() / (num + weight).sum()
         bias = (y - b * x - num * (1.0 - b) * self._log_mean + weight * job_bias) / (num + weight)
         mean = (y - b * x) / np.maximum(num, 1.0)
         squares = yy + b**2 * xx - 2.0 * b * xy - num * mean**2
