@@ -36,6 +36,12 @@ OVERRUN_HAZARD = 0.3
 """probability to end within a bucket for what has outlived all that was to be expected"""
 SPREAD_WEIGHT = 16.0
 """the same for the exponent of declared lengths"""
+SAME_VARIANCE = 1e-3
+"""of the log of declared lengths, below which they are all the same"""
+DEFAULT_VARIANCE = 0.02
+"""of the log of actual lengths, from which such a length is taken for a default that says nothing"""
+LEAST_SEEN = 8
+"""finished requests from which that is judged"""
 SURE_EXPONENT = 0.97
 """exponents from here on are taken for 1"""
 LEAST_CHANGE = 0.05
@@ -46,9 +52,9 @@ VALUE, ALIVE, TOKENS, SQUARE = 0, 1, 2, 3
 class DeclaredLengths:
     """Actual lengths over `hint`, by class: Kaplan-Meier curves that start as log-normal ones.
 
-    `hint` is the declared length, drawn towards the class's geometric mean by an exponent: of a long declared length
-    it is the likelier that it is too long, the more the declared lengths of the class owe to error. Exact declarations
-    have exponent 1, and those that say nothing 0.
+    `hint` is the declared length, drawn towards the class's geometric mean by an exponent: the more the declared lengths
+    of a class owe to error, the likelier a long one is too long. Exact declarations have exponent 1. A default, the same
+    for all of a class, is forgotten as soon as actual lengths are seen to vary.
 
     Args:
         classes: [num_requests]
@@ -139,9 +145,14 @@ class DeclaredLengths:
         """Renew `hint`; returns whether it has changed, after which `refresh` is due."""
         if len(self._members) == 0:
             return False
+        idle = self._says_nothing()
         exponent = self._exponents()
-        if np.abs(exponent - self._exponent).max() < LEAST_CHANGE:
+        if not idle.any() and np.abs(exponent - self._exponent).max() < LEAST_CHANGE:
             return False
+        forgotten = idle[self._classes[self._members]]
+        self.hint[self._members[forgotten]] = 0.0
+        self._members = self._members[~forgotten]
+        self._sums[idle] = 0.0
         self._exponent = exponent
         kind, declared = self._classes[self._members], self._declared[self._members]
         log = self._log_mean[kind] + exponent[kind] * (self._log[self._members] - self._log_mean[kind])
@@ -150,6 +161,20 @@ class DeclaredLengths:
         self._ended[:] = 0.0
         _count(self._ended, self._classes, self.hint, done, self._output_tokens[done])
         return True
+
+    def _says_nothing(self) -> NDArray[np.bool_]:
+        """[num_classes] which have the same declared length everywhere although actual lengths vary: a default.
+
+        A class that has not shown is judged by the others with a length that is the same everywhere.
+        """
+        num, x, y, xx, yy, xy = self._sums.T
+        same = (self._log_variance < SAME_VARIANCE) & np.isin(
+            np.arange(len(num)), self._classes[self._members]
+        )
+        squares = np.maximum(xx + yy - 2.0 * xy - (y - x) ** 2 / np.maximum(num, 1.0), 0.0)
+        seen = num[same].sum()
+        wrong = seen >= LEAST_SEEN and squares[same].sum() / seen > DEFAULT_VARIANCE
+        return same & wrong
 
     def _exponents(self) -> Floats:
         """[num_classes] how much of a difference between declared lengths is one of actual lengths.

@@ -185,6 +185,7 @@ class Blend(Policy):
             self._goes_by_length = self._apart(by_length) <= ORDER_TOLERANCE * self._apart(plain)
         order = by_length if self._goes_by_length else plain
         first = self._scouts[order] & (self._curves.num_finished[self.plan.stratum[order]] == 0)
+        first &= self._table.hint[order] == 0.0
         return np.concatenate((order[first], order[~first]))
 
     def _gains(self) -> bool:
@@ -212,9 +213,13 @@ class Blend(Policy):
         return apart / overlap(float(compute.sum()), float(memory.sum()))
 
     def _choose_scouts(self) -> NDArray[np.bool_]:
-        """[num_requests] a few samples of each class, of as many classes as have their prefixes in a little memory."""
+        """[num_requests] a few samples of each class, of as many classes as have their prefixes in a little memory.
+
+        Where lengths are declared there is no sample, and any request will do.
+        """
         plan = self.plan
-        samples = plan.sampled[np.argsort(plan.stratum[plan.sampled], kind="stable")]
+        samples = np.concatenate((plan.sampled, np.flatnonzero(self._table.hint > 0.0).astype(np.int32)))
+        samples = samples[np.argsort(plan.stratum[samples], kind="stable")]
         kind = plan.stratum[samples]
         samples = samples[np.arange(len(kind)) - np.searchsorted(kind, kind) < SCOUTS]
         prefix = np.zeros(int(plan.stratum.max(initial=0)) + 1)
@@ -354,6 +359,7 @@ class Blend(Policy):
             weighed = self._declared.weigh()
             self._declared.refresh(requests, generated)
             if weighed:
+                self._estimator.forget_declared(np.flatnonzero(self._table.hint == 0.0))
                 self._count_waiting()
             self._late[self._table.group[requests[generated > self.output_tokens_est[requests]]]] = True
             if weighed or self._drifted():
