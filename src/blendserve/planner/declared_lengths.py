@@ -52,9 +52,9 @@ VALUE, ALIVE, TOKENS, SQUARE = 0, 1, 2, 3
 class DeclaredLengths:
     """Actual lengths over `hint`, by class: Kaplan-Meier curves that start as log-normal ones.
 
-    `hint` is the declared length, drawn towards the class's geometric mean by an exponent: the more the declared lengths
-    of a class owe to error, the likelier a long one is too long. Exact declarations have exponent 1. A default, the same
-    for all of a class, is forgotten as soon as actual lengths are seen to vary.
+    `hint` is the declared length, drawn towards the class's geometric mean by an exponent: the more the declared
+    lengths of a class owe to error, the likelier a long one is too long. Exact declarations have exponent 1. A default,
+    the same for all of a class, is forgotten as soon as actual lengths are seen to vary.
 
     Args:
         classes: [num_requests]
@@ -122,7 +122,7 @@ class DeclaredLengths:
         num, x, y, xx, yy, xy = self._sums.T
         declared = requests[self.hint[requests] > 0]
         num_running = np.bincount(self._classes[declared], minlength=len(num))
-        error_variance, job_error = self._error_variance()
+        error_variance = self._error_variance()
         b = self._exponent
         # Those that have finished while many run are the short ones, so they do not say by how much all are off.
         weight = JOB_WEIGHT + num_running
@@ -134,12 +134,16 @@ class DeclaredLengths:
         spread = np.sqrt(variance / (num + weight))
         _fit(self._ended, self._classes, self.hint, requests, generated, bias, spread, num, self.ends)
 
-    def _error_variance(self) -> tuple[Floats, float]:
-        """[num_classes] of the log of actual over declared length, classes without data like the whole job; that."""
+    def _error_squares(self) -> Floats:
+        """[num_classes] sum of squared deviations of the log of actual over declared length."""
         num, x, y, xx, yy, xy = self._sums.T
-        squares = np.maximum(xx + yy - 2.0 * xy - (y - x) ** 2 / np.maximum(num, 1.0), 0.0)
-        of_job = float(squares.sum() / max(num.sum(), 1.0))
-        return (squares + JOB_WEIGHT * of_job) / (num + JOB_WEIGHT), of_job
+        return np.maximum(xx + yy - 2.0 * xy - (y - x) ** 2 / np.maximum(num, 1.0), 0.0)
+
+    def _error_variance(self) -> Floats:
+        """[num_classes] of the same; classes that have not shown are taken to err as the whole job does."""
+        num, squares = self._sums[:, 0], self._error_squares()
+        of_job = squares.sum() / max(num.sum(), 1.0)
+        return np.asarray((squares + JOB_WEIGHT * of_job) / (num + JOB_WEIGHT))
 
     def weigh(self) -> bool:
         """Renew `hint`; returns whether it has changed, after which `refresh` is due."""
@@ -167,14 +171,12 @@ class DeclaredLengths:
 
         A class that has not shown is judged by the others with a length that is the same everywhere.
         """
-        num, x, y, xx, yy, xy = self._sums.T
-        same = (self._log_variance < SAME_VARIANCE) & np.isin(
-            np.arange(len(num)), self._classes[self._members]
-        )
-        squares = np.maximum(xx + yy - 2.0 * xy - (y - x) ** 2 / np.maximum(num, 1.0), 0.0)
-        seen = num[same].sum()
-        wrong = seen >= LEAST_SEEN and squares[same].sum() / seen > DEFAULT_VARIANCE
-        return same & wrong
+        num = self._sums[:, 0]
+        same = np.zeros(len(num), dtype=np.bool_)
+        same[self._classes[self._members]] = True
+        same &= self._log_variance < SAME_VARIANCE
+        seen, squares = num[same].sum(), self._error_squares()[same].sum()
+        return same & bool(seen >= LEAST_SEEN and squares > DEFAULT_VARIANCE * seen)
 
     def _exponents(self) -> Floats:
         """[num_classes] how much of a difference between declared lengths is one of actual lengths.
@@ -185,7 +187,7 @@ class DeclaredLengths:
         """
         num, x, y, xx, _, xy = self._sums.T
         safe = np.maximum(num, 1.0)
-        error_variance, _ = self._error_variance()
+        error_variance = self._error_variance()
         variance = np.maximum(self._log_variance, 1e-9)
         prior = np.clip(1.0 - error_variance / variance, 0.0, 1.0)
         covariance = xy - x * y / safe
