@@ -41,7 +41,9 @@ SAME_VARIANCE = 1e-3
 DEFAULT_VARIANCE = 0.02
 """of the log of actual lengths, from which such a length is taken for a default that says nothing"""
 LEAST_SEEN = 8
-"""finished requests from which that is judged"""
+"""finished requests from which it is judged whether declared lengths say anything"""
+LEAST_EXPONENT = 0.1
+"""exponents below this are taken for 0"""
 SURE_EXPONENT = 0.97
 """exponents from here on are taken for 1"""
 LEAST_CHANGE = 0.05
@@ -53,8 +55,8 @@ class DeclaredLengths:
     """Actual lengths over `hint`, by class: Kaplan-Meier curves that start as log-normal ones.
 
     `hint` is the declared length, drawn towards the class's geometric mean by an exponent: the more the declared
-    lengths of a class owe to error, the likelier a long one is too long. Exact declarations have exponent 1. A default,
-    the same for all of a class, is forgotten as soon as actual lengths are seen to vary.
+    lengths of a class owe to error, the likelier a long one is too long. Exact declarations have exponent 1;
+    those that say nothing are forgotten.
 
     Args:
         classes: [num_requests]
@@ -149,9 +151,10 @@ class DeclaredLengths:
         """Renew `hint`; returns whether it has changed, after which `refresh` is due."""
         if len(self._members) == 0:
             return False
-        idle = self._says_nothing()
         exponent = self._exponents()
-        if not idle.any() and np.abs(exponent - self._exponent).max() < LEAST_CHANGE:
+        idle = self._says_nothing(exponent)
+        change = np.abs(exponent - self._exponent)[self._has_members()]
+        if not idle.any() and change.max() < LEAST_CHANGE:
             return False
         forgotten = idle[self._classes[self._members]]
         self.hint[self._members[forgotten]] = 0.0
@@ -166,17 +169,23 @@ class DeclaredLengths:
         _count(self._ended, self._classes, self.hint, done, self._output_tokens[done])
         return True
 
-    def _says_nothing(self) -> NDArray[np.bool_]:
-        """[num_classes] which have the same declared length everywhere although actual lengths vary: a default.
+    def _says_nothing(self, exponent: Floats) -> NDArray[np.bool_]:
+        """[num_classes] whose declared lengths have nothing to do with actual ones.
 
-        A class that has not shown is judged by the others with a length that is the same everywhere.
+        Where they are the same everywhere although actual lengths vary, they are a default. A class that has not shown
+        is judged by others that declare one length everywhere.
         """
         num = self._sums[:, 0]
-        same = np.zeros(len(num), dtype=np.bool_)
-        same[self._classes[self._members]] = True
-        same &= self._log_variance < SAME_VARIANCE
+        same = self._log_variance < SAME_VARIANCE
         seen, squares = num[same].sum(), self._error_squares()[same].sum()
-        return same & bool(seen >= LEAST_SEEN and squares > DEFAULT_VARIANCE * seen)
+        is_default = same & bool(seen >= LEAST_SEEN and squares > DEFAULT_VARIANCE * seen)
+        is_noise = ~same & (exponent < LEAST_EXPONENT) & bool(num.sum() >= LEAST_SEEN)
+        return np.asarray(self._has_members() & (is_default | is_noise))
+
+    def _has_members(self) -> NDArray[np.bool_]:
+        has = np.zeros(len(self._exponent), dtype=np.bool_)
+        has[self._classes[self._members]] = True
+        return has
 
     def _exponents(self) -> Floats:
         """[num_classes] how much of a difference between declared lengths is one of actual lengths.
