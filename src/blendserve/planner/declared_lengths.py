@@ -203,8 +203,8 @@ class DeclaredLengths:
         exponent = (SPREAD_WEIGHT * variance * prior + covariance) / (
             SPREAD_WEIGHT * variance + xx - x**2 / safe
         )
-        exponent = np.clip(exponent, 0.0, 1.0)
-        return np.where(exponent > SURE_EXPONENT, 1.0, exponent)
+        sure = (exponent > SURE_EXPONENT) | (self._log_variance < SAME_VARIANCE)
+        return np.where(sure, 1.0, np.maximum(exponent, 0.0))
 
 
 @numba.njit(cache=True, nogil=True)
