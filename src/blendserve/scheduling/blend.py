@@ -358,11 +358,12 @@ class Blend(Policy):
             self._curves.refresh(self._table.group[requests], generated)
             weighed = self._declared.weigh()
             self._declared.refresh(requests, generated)
+            self._late[self._table.group[requests[generated > self.output_tokens_est[requests]]]] = True
             if weighed:
                 self._estimator.forget_declared(np.flatnonzero(self._table.hint == 0.0))
-                self._count_waiting()
-            self._late[self._table.group[requests[generated > self.output_tokens_est[requests]]]] = True
-            if weighed or self._drifted():
+                self.output_tokens_est = self._estimator.estimate()
+                self._estimates_changed()
+            elif self._drifted():
                 self._follow_curves()
         if step % BALANCE_EVERY == 0:
             self._balance(control)
