@@ -44,6 +44,8 @@ LEAST_SEEN = 8
 """finished requests from which it is judged whether declared lengths say anything"""
 LEAST_EXPONENT = 0.1
 """exponents below this are taken for 0"""
+NOISE_VARIANCE = 2.0
+"""of the log of actual over declared length, from which such declared lengths are forgotten: off by a factor of four"""
 SURE_EXPONENT = 0.97
 """exponents from here on are taken for 1"""
 LEAST_CHANGE = 0.05
@@ -180,6 +182,7 @@ class DeclaredLengths:
         seen, squares = num[same].sum(), self._error_squares()[same].sum()
         is_default = same & bool(seen >= LEAST_SEEN and squares > DEFAULT_VARIANCE * seen)
         is_noise = ~same & (exponent < LEAST_EXPONENT) & bool(num.sum() >= LEAST_SEEN)
+        is_noise &= self._error_variance() > NOISE_VARIANCE
         return np.asarray(self._has_members() & (is_default | is_noise))
 
     def _has_members(self) -> NDArray[np.bool_]:

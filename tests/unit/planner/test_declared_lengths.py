@@ -72,7 +72,7 @@ def test_a_length_that_is_the_same_for_all_is_kept_where_it_is_right() -> None:
 
 
 def test_declared_lengths_that_have_nothing_to_do_with_actual_ones_are_forgotten() -> None:
-    actual = lengths_of(2000, 0.8)
+    actual = lengths_of(2000, 1.3)
     lengths = learnt(np.random.default_rng(1).permutation(actual), actual, 1500)
     assert (lengths.hint == 0).all()
 
