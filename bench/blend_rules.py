@@ -2,9 +2,10 @@
 
     python bench/blend_rules.py rules [--requests 200000] [--traces trace1,trace2,trace3,trace4]
     python bench/blend_rules.py sensitivity [--requests 200000] [--traces trace2]
+    python bench/blend_rules.py declared [--requests 200000] [--traces trace2]
 
-`rules` switches off one rule at a time. Prints the share of the practical optimum; the last line of standard output is
-the same as JSON.
+`rules` switches off one rule at a time; `declared` is about output lengths that users declare, right or wrong. Prints
+the share of the practical optimum; the last line of standard output is the same as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from blendserve.cost_model import CostModel, Overlap
 from blendserve.experiments import paper_hardware
 from blendserve.planner.length_curves import LengthCurves
-from blendserve.planner.plan import PlanConfig
+from blendserve.planner.plan import PlanConfig, make_plan
 from blendserve.scheduling import blend
 from blendserve.scheduling.blend import Blend
 from blendserve.simulator import Lengths, SimulationReport, plan_workload, simulate
@@ -31,6 +32,15 @@ from blendserve.workloads import PAPER_MODELS, Workload, named_workload
 MODEL = PAPER_MODELS["llama-3-8b"]
 BASE = paper_hardware(MODEL, "smooth")
 NOBODY = np.empty(0, dtype=np.int32)
+
+Declare = Callable[[Any, Any, np.random.Generator], Any]
+"""actual lengths, `max_tokens` and a source of chance to declared lengths"""
+
+
+def off_by(sigma: float, bias: float = 1.0) -> Declare:
+    """Declared lengths that are off by a factor of `bias` and a log-normal one."""
+    return lambda actual, _most, rng: actual * bias * np.exp(rng.normal(0.0, sigma, len(actual)))
+
 
 original_balance = Blend._balance
 original_refresh = LengthCurves.refresh
@@ -91,15 +101,20 @@ def run(
     lengths: Lengths = "sampled",
     *,
     config: PlanConfig | None = None,
-    length_error: float = 0.0,
+    declare: Declare | None = None,
+    declared_ratio: float = 1.0,
     kv_cache_tokens: int | None = None,
 ) -> SimulationReport:
-    """One run; with `length_error`, declared lengths are off by a log-normal factor of so much sigma."""
-    requests, plan = plan_workload(workload.requests, workload.output_tokens, cost_model, lengths, config)
-    if length_error > 0.0:
-        factor = np.exp(np.random.default_rng(1).normal(0.0, length_error, len(requests)))
-        declared = np.clip(workload.output_tokens * factor, 1, requests.max_tokens).astype(np.int32)
-        requests, plan = plan_workload(workload.requests, declared, cost_model, "known", config)
+    """One run; with `declare`, such a share of the requests declares what it makes of actual lengths."""
+    if declare is None:
+        requests, plan = plan_workload(workload.requests, workload.output_tokens, cost_model, lengths, config)
+    else:
+        rng = np.random.default_rng(1)
+        declared = declare(workload.output_tokens.astype(np.float64), workload.requests.max_tokens, rng)
+        declared = np.clip(declared, 1, workload.requests.max_tokens)
+        declared[np.random.default_rng(2).random(len(declared)) >= declared_ratio] = 0
+        requests = replace(workload.requests, declared_tokens=declared.astype(np.int32))
+        plan = make_plan(requests, cost_model, config or PlanConfig())
     return simulate(
         workload.name,
         requests,
@@ -145,7 +160,10 @@ def sensitivity(workloads: list[Workload]) -> Iterator[dict[str, Any]]:
         cases[f"sample {ratio:.1%}, at least {least}"] = {"config": config}
     cases["lengths known"] = {"lengths": "known"}
     for error in (0.25, 0.5, 1.0):
-        cases[f"lengths declared, off by exp(N(0, {error:g}))"] = {"lengths": "known", "length_error": error}
+        cases[f"lengths declared, off by exp(N(0, {error:g}))"] = {
+            "lengths": "known",
+            "declare": off_by(error),
+        }
     cases["nothing known"] = {"lengths": "none"}
     for name, changes in cases.items():
         cost_model = CostModel(MODEL, changes.get("hardware", BASE))
@@ -162,15 +180,53 @@ def sensitivity(workloads: list[Workload]) -> Iterator[dict[str, Any]]:
                 }
 
 
+def declared(workloads: list[Workload]) -> Iterator[dict[str, Any]]:
+    """What declared lengths are worth to `blend`."""
+    cases: dict[str, dict[str, Any]] = {
+        "nothing declared": {"lengths": "none"},
+        "exact": {"lengths": "known"},
+    }
+    for error in (0.25, 0.5, 1.0, 1.5):
+        cases[f"off by exp(N(0, {error:g}))"] = {"declare": off_by(error)}
+    for bias in (0.5, 2.0):
+        cases[f"all times {bias:g}"] = {"declare": off_by(0.0, bias)}
+        cases[f"all times {bias:g} exp(N(0, 0.5))"] = {"declare": off_by(0.5, bias)}
+    for error in (0.0, 0.5, 1.0):
+        cases[f"every second request, off by exp(N(0, {error:g}))"] = {
+            "declare": off_by(error),
+            "declared_ratio": 0.5,
+        }
+    cases["half exact, half off by exp(N(0, 1))"] = {
+        "declare": lambda actual, most, rng: np.where(
+            rng.random(len(actual)) < 0.5, actual, off_by(1.0)(actual, most, rng)
+        )
+    }
+    cases["somebody else's"] = {"declare": lambda actual, _most, rng: rng.permutation(actual)}
+    cases["256 of all"] = {"declare": lambda actual, _most, _rng: np.full(len(actual), 256.0)}
+    cases["max_tokens of all"] = {"declare": lambda _actual, most, _rng: most.astype(np.float64)}
+    cost_model = CostModel(MODEL, BASE)
+    for name, changes in cases.items():
+        for workload in workloads:
+            report = run(workload, cost_model, **{"lengths": "known", **changes})
+            yield {
+                "case": name,
+                "workload": workload.name,
+                "policy": "blend",
+                "optimum_ratio": report.optimum_ratio,
+                "recomputed_ratio": report.recomputed_ratio,
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=("rules", "sensitivity"))
+    parser.add_argument("study", choices=("rules", "sensitivity", "declared"))
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--traces", default="")
     arguments = parser.parse_args()
     study, default = {
         "rules": (rules, "trace1,trace2,trace3,trace4"),
         "sensitivity": (sensitivity, "trace2"),
+        "declared": (declared, "trace2"),
     }[arguments.study]
     peak = CostModel(MODEL, BASE)
     names = (arguments.traces or default).split(",")

@@ -93,7 +93,7 @@ class RequestTable:
     max_tokens: NDArray[np.int32]
     """[num_requests] most tokens that may be generated, at least 1"""
     declared_tokens: NDArray[np.int32]
-    """[num_requests] output length where it is known beforehand (`ignore_eos`, a declared length), else 0"""
+    """[num_requests] output length that is known beforehand (`ignore_eos`) or was declared, right or wrong; else 0"""
     params: Sequence[SamplingParams]
     """the distinct sampling parameters of the job"""
     params_index: NDArray[np.int32]

@@ -57,6 +57,10 @@ class OutputLengthEstimator:
         self._finished_by_leaf[rank] = 1.0
         self.num_finished += len(requests)
 
+    def forget_declared(self, requests: Ints) -> None:
+        """Declared lengths of these say nothing."""
+        self._declared[requests] = 0.0
+
     def estimate(self) -> Floats:
         """[num_requests] expected output tokens; exact for finished requests and declared lengths."""
         tree = self._tree

@@ -14,11 +14,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from blendserve.planner.declared_lengths import ALIVE, SQUARE, TOKENS, VALUE, DeclaredLengths, first_end
 from blendserve.planner.length_curves import LengthCurves, age_index
 from blendserve.planner.plan import Plan
 from blendserve.planner.prefix_tree import Ints
 from blendserve.planner.tree_order import LeafOrder, depth_first
-from blendserve.scheduling.policy import Control, Floats, Policy
+from blendserve.scheduling.policy import OVERRUN_FACTOR, Control, Floats, Policy
 
 LEFT_CHUNKS = 8
 """parts of LEFT that are worked through side by side, so that the mix of LEFT stays the same"""
@@ -66,15 +67,17 @@ RETRACTED = -1
 
 
 class _Table(NamedTuple):
-    """What compiled code reads about requests; all [num_requests]."""
+    """What compiled code reads about requests; [num_requests] where not said otherwise."""
 
     prompt: Ints
     own: Ints
     """prompt tokens that no other request has"""
     prompt_share: Floats
     """prompt tokens to compute, shared ones divided among all that share them"""
-    declared: Ints
-    """output tokens where known, else 0"""
+    hint: Floats
+    """see `DeclaredLengths`; 0 where no length is declared"""
+    ends: Floats
+    """[num_classes, num_ends, 4] when requests of declared length end, in units of `hint`; see `DeclaredLengths`"""
     group: Ints
     """class for the length curves"""
     right: Ints
@@ -90,11 +93,13 @@ class Blend(Policy):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self._declared = DeclaredLengths(plan.stratum, plan.declared_tokens)
         self._table = _Table(
             prompt=plan.prompt_tokens,
             own=plan.own_prompt_tokens(),
             prompt_share=plan.prompt_share(),
-            declared=plan.declared_tokens.astype(np.int32),
+            hint=self._declared.hint,
+            ends=self._declared.ends,
             group=plan.stratum,
             right=np.zeros(plan.num_requests, dtype=np.int32),
             generated=np.zeros(plan.num_requests, dtype=np.int32),
@@ -112,7 +117,7 @@ class Blend(Policy):
         self._late = np.zeros(num_groups, dtype=np.bool_)  # classes whose curves estimates follow
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
         self._unfinished = np.ones(plan.num_requests, dtype=np.bool_)
-        self._sums = np.zeros((2, num_groups, 8))
+        self._sums = np.zeros((2, num_groups, 9))
         self._projection = np.zeros(len(self._curves.tables.points))
         self._alive = np.zeros(len(self._curves.tables.points))
         self._lines = plan.cost_model.step_lines()
@@ -158,9 +163,7 @@ class Blend(Policy):
         left = requests[~is_right]
         self._left = self._interleaved(left, sampled) if self._blends else self._unblended(left)
         self._retracted: Ints = np.empty(0, dtype=np.int32)
-        for side, members in ((LEFT, self._left), (RIGHT, self._right)):
-            self._sums[side] = 0.0
-            self._count(side, members, 1.0)
+        self._count_waiting()
         self._try_right = True
 
     def _unblended(self, requests: Ints) -> Ints:
@@ -173,8 +176,8 @@ class Blend(Policy):
         place = np.empty(self.plan.num_requests, dtype=np.int32)
         place[self._depth_first] = np.arange(self.plan.num_requests, dtype=np.int32)
         plain = np.asarray(requests[np.argsort(place[requests])])
-        kind, expected = self.plan.stratum[plain], self._expected_output(plain)
-        by_itself = (self._table.declared[plain] > 0) & ~self._sticks(plain)
+        kind, expected = self.plan.stratum[plain], self.output_tokens_est[plain]
+        by_itself = (self._table.hint[plain] > 0) & ~self._sticks(plain)
         num = np.bincount(kind, weights=~by_itself)
         mean = np.bincount(kind, weights=np.where(by_itself, 0.0, expected)) / np.maximum(num, 1.0)
         by_length = np.asarray(plain[np.lexsort((kind, -np.where(by_itself, expected, mean[kind])))])
@@ -182,6 +185,7 @@ class Blend(Policy):
             self._goes_by_length = self._apart(by_length) <= ORDER_TOLERANCE * self._apart(plain)
         order = by_length if self._goes_by_length else plain
         first = self._scouts[order] & (self._curves.num_finished[self.plan.stratum[order]] == 0)
+        first &= self._table.hint[order] == 0.0
         return np.concatenate((order[first], order[~first]))
 
     def _gains(self) -> bool:
@@ -197,7 +201,7 @@ class Blend(Policy):
         """
         if len(requests) == 0:
             return 1.0
-        expected = self._expected_output(requests)
+        expected = self.output_tokens_est[requests]
         held = np.cumsum(self._table.own[requests] + expected / 2.0)
         window = (held / (WINDOW_RATIO * self._capacity)).astype(np.int64)
         tokens = np.bincount(window, weights=self._table.prompt_share[requests] + expected)
@@ -209,9 +213,13 @@ class Blend(Policy):
         return apart / overlap(float(compute.sum()), float(memory.sum()))
 
     def _choose_scouts(self) -> NDArray[np.bool_]:
-        """[num_requests] a few samples of each class, of as many classes as have their prefixes in a little memory."""
+        """[num_requests] a few samples of each class, of as many classes as have their prefixes in a little memory.
+
+        Where lengths are declared there is no sample, and any request will do.
+        """
         plan = self.plan
-        samples = plan.sampled[np.argsort(plan.stratum[plan.sampled], kind="stable")]
+        samples = np.concatenate((plan.sampled, np.flatnonzero(self._table.hint > 0.0).astype(np.int32)))
+        samples = samples[np.argsort(plan.stratum[samples], kind="stable")]
         kind = plan.stratum[samples]
         samples = samples[np.arange(len(kind)) - np.searchsorted(kind, kind) < SCOUTS]
         prefix = np.zeros(int(plan.stratum.max(initial=0)) + 1)
@@ -223,10 +231,6 @@ class Blend(Policy):
         scouts[samples[fits[plan.stratum[samples]]]] = True
         return scouts
 
-    def _expected_output(self, requests: Ints) -> Floats:
-        declared = self._table.declared[requests]
-        return np.where(declared > 0, declared, self.output_tokens_est[requests])
-
     def _sticks(self, requests: Ints) -> NDArray[np.bool_]:
         """Which requests owe so much of their prompt to a shared prefix that they stay with those that share it.
 
@@ -234,7 +238,7 @@ class Blend(Policy):
         """
         shared = self._table.prompt[requests] - self._table.own[requests]
         shared -= shared % self.plan.cost_model.hardware.block_size
-        rest = self._table.own[requests] + self._expected_output(requests)
+        rest = self._table.own[requests] + self.output_tokens_est[requests]
         return np.asarray(shared > STICKY_PREFIX_RATIO * rest)
 
     def _longest_first(self, requests: Ints, unit: NDArray[np.int64], sampled: NDArray[np.bool_]) -> Ints:
@@ -245,7 +249,7 @@ class Blend(Policy):
         """
         if len(requests) == 0:
             return requests
-        expected, sticks = self._expected_output(requests), self._sticks(requests)
+        expected, sticks = self.output_tokens_est[requests], self._sticks(requests)
         mean = np.bincount(unit, weights=expected) / np.maximum(np.bincount(unit), 1)
         key = np.where(sticks, mean[unit], expected)
         return np.asarray(requests[np.lexsort((-key, ~sampled[requests] | sticks))], dtype=np.int32)
@@ -267,6 +271,7 @@ class Blend(Policy):
         return np.asarray(requests[np.lexsort((progress, ~first))])
 
     def _estimates_changed(self) -> None:
+        self._correct_declared()
         unscaled = self.output_tokens_est.copy()
         self._scale_to_curves()
         self._reorder()
@@ -274,8 +279,10 @@ class Blend(Policy):
 
     def _follow_curves(self) -> None:
         """Order anew because the curves have moved; where blending gains nothing still, leave things as they are."""
-        before, unscaled = self.output_tokens_est, self._estimator.estimate()
-        self.output_tokens_est = unscaled.copy()
+        before = self.output_tokens_est
+        self.output_tokens_est = self._estimator.estimate()
+        self._correct_declared()
+        unscaled = self.output_tokens_est.copy()
         self._scale_to_curves()
         if self._blends or self._gains():
             self._reorder()
@@ -283,12 +290,19 @@ class Blend(Policy):
         else:
             self.output_tokens_est = before
 
+    def _correct_declared(self) -> None:
+        """Expect of declared lengths what has come of them so far."""
+        declared = self._unfinished & (self._table.hint > 0.0)
+        expected = self._table.hint[declared] * self._declared.mean[self._table.group[declared]]
+        self.output_tokens_est[declared] = np.clip(expected, 1.0, self.plan.max_tokens[declared])
+        self._planned_ratio = self._declared.mean.copy()
+
     def _scale_to_curves(self) -> None:
         """Scale the estimates of classes of which a request was late so that their mean is their curve's.
 
         The estimator knows finished requests only, and while long outputs are under way those are the short ones.
         """
-        unknown = self._unfinished & (self._table.declared == 0)
+        unknown = self._unfinished & (self._table.hint == 0.0)
         group = self._table.group[unknown]
         count = np.maximum(np.bincount(group, minlength=len(self._late)), 1)
         mean = np.bincount(group, weights=self.output_tokens_est[unknown], minlength=len(count)) / count
@@ -298,18 +312,29 @@ class Blend(Policy):
 
     def _drifted(self) -> bool:
         """Whether the curves have moved away from what the present order was made for."""
-        waiting = self._sums[:, :, 1].sum(axis=0) * self._late
-        old, new = waiting * self._planned_mean, waiting * self._curves.tables.left[:, 0]
-        return bool(np.abs(new - old).sum() > MAX_DRIFT * old.sum())
+        unknown = self._sums[:, :, 1].sum(axis=0) * self._late
+        declared = self._sums[:, :, 4].sum(axis=0)
+        old = unknown * self._planned_mean, declared * self._planned_ratio
+        new = unknown * self._curves.tables.left[:, 0], declared * self._declared.mean
+        return bool(np.abs(np.subtract(new, old)).sum() > MAX_DRIFT * np.sum(old))
+
+    def _count_waiting(self) -> None:
+        """Sum up what waits on either side; see `_expected`."""
+        right = np.union1d(self._retracted, self._right) if len(self._retracted) else self._right
+        for side, members in ((LEFT, self._left), (RIGHT, right)):
+            self._sums[side] = 0.0
+            self._count(side, members[self._waits[members]], 1.0)
 
     def _count(self, side: int, requests: Ints, sign: float) -> None:
-        """Add requests to (or take them from) the sums over what waits; see `_expected`."""
+        """Add requests to (or take them from) the sums over what waits."""
         _add_to_sums(self._sums[side], requests, sign, self._table)
 
     def _expected(self, side: int) -> tuple[float, float, float]:
         """Of what waits on a side: tokens to compute, KV tokens to read, private KV tokens held, added over steps."""
         tables = self._curves.tables
-        tokens, reads, held = _waiting_work(self._sums[side], tables.left, tables.left_squared)
+        tokens, reads, held = _waiting_work(
+            self._sums[side], tables.left, tables.left_squared, self._table.ends
+        )
         return float(tokens), float(reads), float(held)
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -321,6 +346,7 @@ class Blend(Policy):
         # A curve of few lengths has a long tail, so it does not decide whether to blend.
         if self.plan.sampled_output_tokens is not None and self._gains():
             self._late[self.plan.stratum[self.plan.sampled]] = True
+        self._correct_declared()
         self._scale_to_curves()
         self._divide(self.plan, self.output_tokens_est)
 
@@ -330,8 +356,14 @@ class Blend(Policy):
         if step % CURVES_EVERY == 0 and step > 0:
             requests, generated = control.running_requests, control.running_output_tokens
             self._curves.refresh(self._table.group[requests], generated)
+            weighed = self._declared.weigh()
+            self._declared.refresh(requests, generated)
             self._late[self._table.group[requests[generated > self.output_tokens_est[requests]]]] = True
-            if self._drifted():
+            if weighed:
+                self._estimator.forget_declared(np.flatnonzero(self._table.hint == 0.0))
+                self.output_tokens_est = self._estimator.estimate()
+                self._estimates_changed()
+            elif self._drifted():
                 self._follow_curves()
         if step % BALANCE_EVERY == 0:
             self._balance(control)
@@ -411,6 +443,8 @@ class Blend(Policy):
         step_tokens = min(max(step_tokens, MIN_STEP_TOKENS), control.max_num_batched_tokens)
         need = RESERVE_FACTOR * step_tokens * held_per_token
         num_waiting, num_unknown = self._sums[RIGHT, :, 7].sum(), self._sums[RIGHT, :, 1].sum()
+        num_declared = self._sums[RIGHT, :, 7] - self._sums[RIGHT, :, 1]
+        num_unknown += (num_declared * np.minimum(self._declared.variation, 1.0)).sum()
         size = right[2] / max(right[0], 1.0) if num_waiting else 0.0
         deviation = np.sqrt(max(self._capacity - need, 0.0) * size) * num_unknown / max(num_waiting, 1.0)
         need += RESERVE_DEVIATIONS * deviation + step_tokens
@@ -422,7 +456,14 @@ class Blend(Policy):
     def _uncertainty(self, reads: float) -> float:
         """Relative standard error of the KV reads still to come, from how many lengths each class has shown."""
         tables = self._curves.tables
-        error = _reads_error(self._sums, tables.left, tables.left_squared, self._curves.num_finished)
+        error = _reads_error(
+            self._sums,
+            tables.left,
+            tables.left_squared,
+            self._curves.num_finished,
+            self._table.ends,
+            self._declared.num_finished,
+        )
         return float(error) / max(reads, 1.0)
 
     # -- RIGHT ---------------------------------------------------------------------------------------------------
@@ -523,6 +564,7 @@ class Blend(Policy):
         new = ~self._known[requests]
         group = self._table.group[requests[new]]
         self._curves.finished(group, output_tokens[new])
+        self._declared.finished(requests, output_tokens)
         super().finished(requests, output_tokens)
 
     def retracted(self, request: int, output_tokens: int) -> None:
@@ -544,18 +586,19 @@ def _unit_of_leaf(order: LeafOrder) -> NDArray[np.int64]:
 
 @numba.njit(cache=True, nogil=True)
 def _add_to_sums(sums, requests, sign, table):  # type: ignore[no-untyped-def]
-    """Add to the columns of `sums` [num_classes, 8], which `Blend._expected` reads."""
+    """Add to the columns of `sums` [num_classes, 9], which `Blend._expected` reads."""
     for i in range(len(requests)):
         request = requests[i]
         row = sums[table.group[request]]
         prompt, own = float(table.prompt[request]), float(table.own[request])
-        declared = float(table.declared[request])
+        hint = table.hint[request]
         row[0] += sign * table.prompt_share[request]
         row[7] += sign
-        if declared > 0.0:
-            row[4] += sign * declared
-            row[5] += sign * (declared * prompt + declared * declared / 2.0)
-            row[6] += sign * (declared * own + declared * declared / 2.0)
+        if hint > 0.0:
+            row[4] += sign * hint
+            row[5] += sign * hint * prompt
+            row[6] += sign * hint * own
+            row[8] += sign * hint * hint
         else:
             row[1] += sign
             row[2] += sign * prompt
@@ -572,28 +615,37 @@ def _take_from_waiting(waits, sums, requests, table):  # type: ignore[no-untyped
 
 
 @numba.njit(cache=True, nogil=True)
-def _waiting_work(sums, left, left_squared):  # type: ignore[no-untyped-def]
+def _waiting_work(sums, left, left_squared, ends):  # type: ignore[no-untyped-def]
     """See `Blend._expected`; `sums` of one side."""
     tokens = reads = held = 0.0
     for group in range(len(sums)):
         row, mean, half_square = sums[group], left[group, 0], left_squared[group, 0] / 2.0
-        tokens += row[0] + row[1] * mean + row[4]
-        reads += row[2] * mean + row[1] * half_square + row[5]
-        held += row[3] * mean + row[1] * half_square + row[6]
+        ratio, declared_squares = ends[group, 0, TOKENS], row[8] * ends[group, 0, SQUARE] / 2.0
+        tokens += row[0] + row[1] * mean + row[4] * ratio
+        reads += row[2] * mean + row[1] * half_square + row[5] * ratio + declared_squares
+        held += row[3] * mean + row[1] * half_square + row[6] * ratio + declared_squares
     return tokens, reads, held
 
 
 @numba.njit(cache=True, nogil=True)
-def _reads_error(sums, left, left_squared, num_finished):  # type: ignore[no-untyped-def]
+def _reads_error(sums, left, left_squared, num_finished, ends, num_declared_finished):  # type: ignore[no-untyped-def]
     """Standard error of the KV reads of what waits on both sides, classes taken to err alike."""
     total = 0.0
     for group in range(sums.shape[1]):
+        row = sums[0, group] + sums[1, group]
         mean, square = left[group, 0], left_squared[group, 0]
-        reads = (sums[0, group, 2] + sums[1, group, 2]) * mean
-        reads += (sums[0, group, 1] + sums[1, group, 1]) * square / 2.0
-        variation = np.sqrt(max(square / mean**2 - 1.0, 0.0))
-        total += reads * min(2.0 * variation / np.sqrt(max(num_finished[group], 1)), 1.0)
+        reads = row[2] * mean + row[1] * square / 2.0
+        total += reads * _relative_error(mean, square, num_finished[group])
+        mean, square = ends[group, 0, TOKENS], ends[group, 0, SQUARE]
+        reads = row[5] * mean + row[8] * square / 2.0
+        total += reads * _relative_error(mean, square, num_declared_finished[group])
     return total
+
+
+@numba.njit(cache=True, nogil=True)
+def _relative_error(mean, square, num_finished):  # type: ignore[no-untyped-def]
+    variation = np.sqrt(max(square / mean**2 - 1.0, 0.0))
+    return min(2.0 * variation / np.sqrt(max(num_finished, 1.0)), 1.0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -603,9 +655,10 @@ def _remaining(running, generated, table, tables):  # type: ignore[no-untyped-de
     for i in range(len(running)):
         request = running[i]
         size = float(table.prompt[request] + generated[i])
-        if table.declared[request] > 0:
-            left = float(max(table.declared[request] - generated[i], 1))
-            square = left * left
+        if table.hint[request] > 0.0:
+            left, square = _left_of_declared(
+                table.ends[table.group[request]], table.hint[request], generated[i]
+            )
         else:
             age = min(age_index(generated[i]), tables.left.shape[1] - 1)
             left, square = (
@@ -621,26 +674,61 @@ def _remaining(running, generated, table, tables):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True, nogil=True)
+def _left_of_declared(ends, hint, generated):  # type: ignore[no-untyped-def]
+    """Expected tokens still to come, and their square, where a length was declared."""
+    age = generated / hint
+    row = ends[first_end(ends, age)]
+    if row[ALIVE] <= 0.0:  # outlived all
+        left = max((OVERRUN_FACTOR - 1.0) * generated, 1.0)
+        return left, left * left
+    mean, square = row[TOKENS] / row[ALIVE], row[SQUARE] / row[ALIVE]
+    left = max(hint * (mean - age), 1.0)
+    return left, max(hint * hint * (square - 2.0 * age * mean + age * age), left * left)
+
+
+@numba.njit(cache=True, nogil=True)
 def _add(projection, alive, request, generated, table, tables):  # type: ignore[no-untyped-def]
     """Add a request to the expected private memory in every interval ahead, and to the expected number alive."""
     points = tables.points
     size = float(table.own[request] + generated)
-    declared = table.declared[request]
-    if declared > 0:
-        left = float(max(declared - generated, 1))
-        for i in range(len(points) - 1):
-            lasts = min(left - points[i], points[i + 1] - points[i])
-            if lasts <= 0.0:
-                break
-            part = lasts / (points[i + 1] - points[i])
-            projection[i] += part * (size + points[i] + lasts / 2.0)
-            alive[i] += part
+    if table.hint[request] > 0.0:
+        _add_declared(
+            projection, alive, size, generated, table.ends[table.group[request]], table.hint[request], points
+        )
         return
     age = min(age_index(generated), tables.alive.shape[1] - 1)
     still = tables.alive[table.group[request], age]
     for i in range(len(points)):
         projection[i] += still[i] * (size + points[i])
         alive[i] += still[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_declared(projection, alive, size, generated, ends, hint, points):  # type: ignore[no-untyped-def]
+    """`_add` where a length was declared: the request may end at any of the `ends` not yet behind it."""
+    end = first_end(ends, generated / hint)
+    come_so_far = ends[end, ALIVE]
+    weight = 1.0
+    for i in range(len(points) - 1):
+        if weight < 1e-9:
+            break
+        width = points[i + 1] - points[i]
+        lasts, squares = weight * width, weight * width * width
+        while weight >= 1e-9:
+            left = max(hint * ends[end, VALUE] - generated, 1.0)
+            if come_so_far <= 0.0:  # outlived all
+                left = max((OVERRUN_FACTOR - 1.0) * generated, 1.0)
+            if left >= points[i + 1]:
+                break
+            probability = weight
+            if come_so_far > 0.0:
+                probability = (ends[end, ALIVE] - ends[end + 1, ALIVE]) / come_so_far
+            lasts -= probability * (points[i + 1] - left)
+            squares -= probability * (width * width - (left - points[i]) ** 2)
+            weight -= probability
+            end += 1
+        projection[i] += (lasts * (size + points[i]) + squares / 2.0) / width
+        alive[i] += lasts / width
 
 
 @numba.njit(cache=True, nogil=True)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from blendserve.cost_model import CostModel, HardwareSpec, Overlap, StepLines
 from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.simulated import SimulatedExecutor
+from blendserve.planner.declared_lengths import DeclaredLengths
 from blendserve.planner.plan import make_plan
 from blendserve.scheduling.blend import (
     MIN_STEP_TOKENS,
@@ -78,7 +79,8 @@ def test_the_longest_that_fits_is_found(declared: list[int], admitted: set[int],
         prompt=np.zeros(num, dtype=np.int32),
         own=np.zeros(num, dtype=np.int32),
         prompt_share=np.zeros(num),
-        declared=lengths,
+        hint=lengths.astype(np.float64),
+        ends=DeclaredLengths(np.zeros(num, dtype=np.int32), lengths).ends,
         group=np.zeros(num, dtype=np.int32),
         right=np.ones(num, dtype=np.int32),
         generated=np.zeros(num, dtype=np.int32),
@@ -252,3 +254,36 @@ def test_where_nothing_is_known_some_of_every_kind_run_at_once(long_kind: int) -
     next(iter(BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy)))
     admitted = ~policy._waits
     assert [int(admitted[kinds == kind].sum()) >= 2 for kind in (0, 1)] == [True, True]
+
+
+def declared_lengths(kind: str, actual: Any, rng: np.random.Generator) -> Any:
+    return {
+        "exact": lambda: actual,
+        "off": lambda: actual * np.exp(rng.normal(0.0, 1.0, len(actual))),
+        "four times": lambda: 4 * actual,
+        "default": lambda: np.full(len(actual), 2000),
+        "somebody else's": lambda: rng.permutation(actual),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["exact", "off", "four times", "default", "somebody else's"])
+def test_wrong_declared_lengths_cost_little_against_none(kind: str) -> None:
+    """Long outputs and short ones to blend, and what is declared of them is believed no further than it holds."""
+    rng = np.random.default_rng(0)
+    kinds = np.repeat([0, 1], [1500, 100])
+    prompts = [
+        [kind] * 20 + [int(t) for t in rng.integers(2, 1000, 300 if kind == 0 else 50)] for kind in kinds
+    ]
+    actual = np.where(kinds == 1, 700, 20) * np.exp(rng.normal(0.0, 0.5, len(kinds)))
+    actual = actual.clip(1, 2000).astype(np.int32)
+    none = request_table(prompts, max_tokens=2000)
+    declared = np.clip(declared_lengths(kind, actual, rng), 1, 2000).astype(np.int32)
+
+    def makespan_s(requests: Any) -> float:
+        plan = make_plan(requests, A100)
+        report = simulate(
+            "test", requests, actual, plan, "blend", A100, lengths="none", kv_cache_tokens=20_000
+        )
+        return report.makespan_s
+
+    assert makespan_s(replace(none, declared_tokens=declared)) <= 1.05 * makespan_s(none)
