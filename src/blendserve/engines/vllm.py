@@ -4,8 +4,8 @@
 policy ─ Window ──add_request──▶ LLMEngine (first come, first served) ──step──▶ results, step facts
 ```
 
-vLLM schedules for itself, so a policy steers it by what is sent and when. Requests go in as token ids, a third more
-than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
+vLLM schedules for itself, so a policy steers it by what is sent and when. Requests go in as token ids, a little
+more than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
 since, and `SupervisedEngine` opens another.
 
 Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine, and
