@@ -1,8 +1,8 @@
 """Admission into an engine that schedules for itself: a policy steers it as it steers our own scheduler, by estimate.
 
 The engine behind the window serves first come, first served. So who is sent, and when, decides what runs together. What
-is sent arrives while a step runs, and so misses it: sequences that end in that step make room already, and a step's
-tokens more are sent than fits, so that the engine has something in line whenever a sequence ends.
+is sent arrives while a step runs, and so misses it: sequences that end in that step make room already, and one request
+more is sent than fits, so that the engine has something in line whenever a sequence ends.
 
 What the engine does between a request and its answer is not seen, but modelled: engine steps pass at the rate that
 answers so far imply, prompts are computed in the order of admission, and then every sequence gains a token per step.
@@ -23,8 +23,6 @@ from blendserve.planner.prefix_tree import Ints
 from blendserve.request import RequestTable
 from blendserve.scheduling.policy import OVERRUN_FACTOR, Floats, Policy
 
-MAX_LOOK_AHEAD_RATIO = 0.3
-"""tokens sent beyond those that fit the engine, over these, at the most; else they are those of a step"""
 STEPS_UNDER_WAY = 1
 """engine steps that have begun when a request is sent, and that it misses; what ends in them makes room for it"""
 PACE_MEMORY = 0.97
@@ -46,14 +44,12 @@ class Window:
 
     Memory is the most that all in the window are expected to hold at any time until they end. It counts shared
     prefixes once, as long as a request in the window has them, and of whole blocks what a request leaves empty: half of
-    its last, and the end of a prefix that fills no block. A policy is told the window's size as the memory there is, so
-    that every policy keeps the engine's line filled.
+    its last, and the end of a prefix that fills no block.
 
     Args:
         requests: all requests of the run.
         policy: decides who is admitted.
-        kv_capacity_tokens: tokens of KV that fit the engine; those of a step more are admitted, at most
-            `MAX_LOOK_AHEAD_RATIO` more.
+        kv_capacity_tokens: tokens of KV that fit the engine.
         max_concurrency: most requests in the engine.
         max_num_batched_tokens: most tokens of an engine step.
         step_s: seconds that an engine step is taken to last until answers tell.
@@ -75,8 +71,7 @@ class Window:
         self.clock_s = 0.0
         self.step_index = 0
         self.max_concurrency = max_concurrency
-        look_ahead = min(max_num_batched_tokens, round(MAX_LOOK_AHEAD_RATIO * kv_capacity_tokens))
-        self.kv_capacity_tokens = kv_capacity_tokens + look_ahead
+        self.kv_capacity_tokens = kv_capacity_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_finished = 0
         tree = policy.plan.tree
@@ -160,9 +155,9 @@ class Window:
     ) -> int:
         """Admit requests in order until one does not fit; returns how many are admitted or passed over.
 
-        With `look_ahead` the prompts and expected outputs of all that run must fit the window together, without it
-        what is held now. A policy that asks for less than a whole step's tokens is held to that, per engine step.
-        Whatever is first fits where nothing runs: what can never fit, the engine says itself.
+        With `look_ahead` all that run must be expected to fit until they end, and the last may exceed that; without
+        it what is held now must fit. A policy that asks for less than a whole step's tokens is held to that, per
+        engine step. Whatever is first fits where nothing runs: what can never fit, the engine says itself.
         """
         if self._withdrawn:
             return 0
@@ -281,14 +276,13 @@ class Window:
             if self.num_running >= self.max_concurrency:
                 return False
             own, node = int(self._own[request]) + self._empty, self._node[request]
-            shared = self._shared + int(_missing(self._num_users, self._parent, self._segment, node))
-            room = self.kv_capacity_tokens - shared
             if look_ahead:
-                needed = _peak(self._ends, self._num_staying, output_tokens_est, own)
+                if self._shared + _peak(self._ends, self._num_staying) > self.kv_capacity_tokens:
+                    return False
             else:
-                needed = self._staying_tokens + own
-            if needed > room:
-                return False
+                shared = self._shared + int(_missing(self._num_users, self._parent, self._segment, node))
+                if shared + self._staying_tokens + own > self.kv_capacity_tokens:
+                    return False
         self._place(request, output_tokens_est)
         return True
 
@@ -332,21 +326,15 @@ class Window:
 
 
 @numba.njit(cache=True, nogil=True)
-def _peak(ends, count, left, held):  # type: ignore[no-untyped-def]
-    """Most private tokens that the `count` requests of `ends` and one more hold at any time, if none comes after.
+def _peak(ends, count):  # type: ignore[no-untyped-def]
+    """Most private tokens that the `count` requests of `ends` hold at any time, if none comes after.
 
     When a request ends, those that end later are all that there is, each longer by the steps until then.
     """
     peak = total = 0.0
-    num_alive, is_counted = 0, False
     for i in range(count):
-        if not is_counted and left >= ends[0, i]:
-            is_counted, num_alive, total = True, num_alive + 1, total + held
-            peak = max(peak, total + num_alive * left)
-        num_alive, total = num_alive + 1, total + ends[1, i]
-        peak = max(peak, total + num_alive * ends[0, i])
-    if not is_counted:
-        peak = max(peak, total + held + (num_alive + 1) * left)
+        total += ends[1, i]
+        peak = max(peak, total + (i + 1) * ends[0, i])
     return peak
 
 
