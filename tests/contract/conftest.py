@@ -1,4 +1,4 @@
-"""vLLM for the tests of this folder: opening an engine takes most of a minute, so there are two for all of them."""
+"""vLLM for the tests of this folder: opening an engine takes up to a minute, so they share two as far as they can."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,18 +7,58 @@ from typing import Any
 import pytest
 
 from blendserve.cost_model import CostModel, HardwareSpec
+from blendserve.tokenizer import Tokenizer
 from tests.workload import TINY
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{%- if message.name %}[{{ message.name }}] {% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{%- if message.tool_call_id %} ({{ message.tool_call_id }}){% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}{% endif %}"""
 
 COST_MODEL = CostModel(TINY, HardwareSpec.load("cpu-2core-avx2"))
 
 
 @pytest.fixture(scope="session")
 def vllm_model(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its CPU kernels have no head size of 16."""
+    """Its tokenizer has tokens for thinking, and its template takes tools.
+
+    vLLM's CPU kernels have no head size of 16.
+    """
     pytest.importorskip("vllm")
-    path = tmp_path_factory.mktemp("vllm") / "tiny"
-    folder: Path = make_tiny_model("llama", path, with_tokenizer=True, head_dim=32)
+    from transformers import AddedToken, AutoTokenizer
+
+    folder: Path = make_tiny_model(
+        "llama",
+        tmp_path_factory.mktemp("vllm") / "tiny",
+        with_tokenizer=True,
+        head_dim=32,
+        vocab_size=49160,
+        max_position_embeddings=1024,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    tokenizer.chat_template = TEMPLATE
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_tokenizer(vllm_model: Path) -> Tokenizer:
+    return Tokenizer(vllm_model)
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +79,18 @@ def open_vllm(vllm_model: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def roomy_vllm(open_vllm: Callable[..., Any]) -> Iterator[Any]:
-    engine = open_vllm()
+    """With all that chats can ask for."""
+    engine = open_vllm(
+        max_model_len=1024,
+        engine_args={
+            "num_gpu_blocks_override": 65,
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "max_loras": 2,
+        },
+        tool_call_parser="hermes",
+        reasoning_parser="deepseek_r1",
+    )
     yield engine
     engine.close()
 

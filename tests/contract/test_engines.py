@@ -30,6 +30,7 @@ from tests.recording_lanes import RecordingLanes
 from tests.workload import TINY, request_table
 
 OpenEngine = Callable[..., Engine]
+MakeJob = Callable[..., RequestTable]
 OVERLAPPING = CostModel(TINY, replace(COST_MODEL.hardware, partitions=(Partition(48, 1.0, 1.0),)))
 """a device on which any step that decodes is through sooner in halves"""
 
@@ -138,17 +139,23 @@ def batching(request: pytest.FixtureRequest) -> None:
         pytest.skip("it is the server or vLLM that shares prefixes and refuses what can never fit")
 
 
-def a_job(num_requests: int = 20) -> RequestTable:
-    """Three groups with a shared prefix, lengths from 1 to 30."""
-    rng = np.random.default_rng(0)
-    prefixes = [rng.integers(3, 500, size).tolist() for size in (5, 24, 40)]
-    prompts = [prefixes[i % 3] + rng.integers(3, 500, 1 + i % 7).tolist() for i in range(num_requests)]
-    requests = request_table(prompts, max_tokens=[1 + (7 * i) % 30 for i in range(num_requests)])
-    requests.raw = [
-        RawRequest("/v1/completions", orjson.dumps({"prompt": prompt, "max_tokens": int(max_tokens)}))
-        for prompt, max_tokens in zip(prompts, requests.max_tokens, strict=True)
-    ]
-    return requests
+@pytest.fixture
+def a_job(request: pytest.FixtureRequest) -> MakeJob:
+    """A function that makes a job: three groups with a shared prefix, lengths from 1 to 30."""
+
+    def make(num_requests: int = 20) -> RequestTable:
+        rng = np.random.default_rng(0)
+        prefixes = [rng.integers(3, 500, size).tolist() for size in (5, 24, 40)]
+        prompts = [prefixes[i % 3] + rng.integers(3, 500, 1 + i % 7).tolist() for i in range(num_requests)]
+        requests = request_table(prompts, max_tokens=[1 + (7 * i) % 30 for i in range(num_requests)])
+        if request.node.callspec.params["open_engine"] == "openai":  # it forwards them as they are written
+            requests.raw = [
+                RawRequest("/v1/completions", orjson.dumps({"prompt": prompt, "max_tokens": int(max_tokens)}))
+                for prompt, max_tokens in zip(prompts, requests.max_tokens, strict=True)
+            ]
+        return requests
+
+    return make
 
 
 def run(engine: Engine, requests: RequestTable, policy: str = "dual-scan") -> dict[int, Result]:
@@ -169,7 +176,7 @@ def without_cached_tokens(results: dict[int, Result]) -> dict[int, Result]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_has_one_result(open_engine: OpenEngine, policy: str) -> None:
+def test_every_request_has_one_result(open_engine: OpenEngine, policy: str, a_job: MakeJob) -> None:
     requests = a_job()
     results = run(open_engine(), requests, policy)
     assert sorted(results) == list(range(len(requests)))
@@ -181,7 +188,7 @@ def test_every_request_has_one_result(open_engine: OpenEngine, policy: str) -> N
         assert 0 <= result.num_cached_tokens < result.num_prompt_tokens
 
 
-def test_step_facts_add_up(open_engine: OpenEngine) -> None:
+def test_step_facts_add_up(open_engine: OpenEngine, a_job: MakeJob) -> None:
     requests = a_job()
     engine = open_engine()
     steps = list(engine.run(requests, make_policy("dfs", make_plan(requests, engine.cost_model))))
@@ -198,7 +205,7 @@ def test_step_facts_add_up(open_engine: OpenEngine) -> None:
 
 
 @pytest.mark.usefixtures("batching")
-def test_shared_prefixes_are_computed_once(open_engine: OpenEngine) -> None:
+def test_shared_prefixes_are_computed_once(open_engine: OpenEngine, a_job: MakeJob) -> None:
     requests = a_job()
     results = run(open_engine(num_blocks=400, max_num_batched_tokens=400, max_num_seqs=20), requests, "dfs")
     by_group = [[results[i] for i in range(group, 20, 3)] for group in range(3)]
@@ -207,14 +214,14 @@ def test_shared_prefixes_are_computed_once(open_engine: OpenEngine) -> None:
         assert cached == [0] + [shared] * (len(group) - 1)
 
 
-def test_a_pool_with_room_for_little_more_than_one_request(open_engine: OpenEngine) -> None:
+def test_a_pool_with_room_for_little_more_than_one_request(open_engine: OpenEngine, a_job: MakeJob) -> None:
     requests = a_job()
     longest = int((requests.prompt_tokens + requests.max_tokens).max())
     results = run(open_engine(num_blocks=-(-longest // 8) + 1), requests)
     assert sorted(results) == list(range(len(requests)))
 
 
-def test_outputs_do_not_depend_on_pool_chunk_or_policy(open_engine: OpenEngine) -> None:
+def test_outputs_do_not_depend_on_pool_chunk_or_policy(open_engine: OpenEngine, a_job: MakeJob) -> None:
     """In float32 on a tiny model; see docs/architecture.md for what real models do."""
     requests = a_job()
     plain = run(open_engine(num_blocks=400, max_num_batched_tokens=400, max_num_seqs=20), requests, "fcfs")
@@ -226,7 +233,7 @@ def test_outputs_do_not_depend_on_pool_chunk_or_policy(open_engine: OpenEngine) 
         assert (result.token_ids, result.body) == (other.token_ids, other.body)
 
 
-def test_an_engine_runs_several_jobs(open_engine: OpenEngine) -> None:
+def test_an_engine_runs_several_jobs(open_engine: OpenEngine, a_job: MakeJob) -> None:
     engine = open_engine()
     first, second = run(engine, a_job(6)), run(engine, a_job(6))
     if engine.name == "vllm":  # it keeps its prefix cache
@@ -234,7 +241,7 @@ def test_an_engine_runs_several_jobs(open_engine: OpenEngine) -> None:
     assert first == second
 
 
-def test_stopping_to_iterate_stops_the_engine(open_engine: OpenEngine) -> None:
+def test_stopping_to_iterate_stops_the_engine(open_engine: OpenEngine, a_job: MakeJob) -> None:
     requests = a_job()
     engine = open_engine()
     steps = engine.run(requests, make_policy("fcfs", make_plan(requests, engine.cost_model)))

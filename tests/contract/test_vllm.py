@@ -21,6 +21,7 @@ from blendserve.errors import ConfigError
 from blendserve.planner.plan import make_plan
 from blendserve.request import Completion, Failure, RequestTable, Result, SamplingParams
 from blendserve.scheduling.policies import make_policy
+from blendserve.tokenizer import Tokenizer
 from tests.contract.conftest import COST_MODEL
 from tests.workload import request_table
 
@@ -59,8 +60,8 @@ def extra(**parameters: Any) -> SamplingParams:
 
 
 def test_capacity_is_that_of_the_engine(engine: Any) -> None:
-    assert engine.kv_capacity_tokens == 32 * 32  # one of the 33 blocks stands for none
-    assert engine.max_model_len == 256
+    assert engine.kv_capacity_tokens == 64 * 32  # one of the 65 blocks stands for none
+    assert engine.max_model_len == 1024
     limits = engine.cost_model.hardware
     assert (limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens) == (32, 4, 64)
 
@@ -106,7 +107,7 @@ def test_a_shared_prefix_is_computed_once(engine: Any) -> None:
 
 def test_a_request_that_vllm_refuses_fails_alone(engine: Any) -> None:
     requests = with_params(
-        request_table([*prompts(4), [5] * 300], max_tokens=3),
+        request_table([*prompts(4), [5] * 1100], max_tokens=3),
         extra(),
         extra(logit_bias={"99999999": 1.0}),
         extra(allowed_token_ids=[]),
@@ -124,10 +125,12 @@ def test_a_request_that_vllm_refuses_fails_alone(engine: Any) -> None:
     assert "maximum model length" in failures[4].message
 
 
-def test_what_only_vllm_can_do_is_done(engine: Any) -> None:
+def test_what_only_vllm_can_do_is_done(engine: Any, vllm_tokenizer: Tokenizer) -> None:
     allowed = [1234, 2345]
+    # As in vLLM's server, a constraint begins where reasoning has ended, in completions, too.
+    thought = vllm_tokenizer.encode("</think>", add_special_tokens=False)
     requests = with_params(
-        request_table(prompts(4), max_tokens=6),
+        request_table([prompt + thought for prompt in prompts(4)], max_tokens=6),
         extra(structured_outputs={"choice": ["yes", "no"]}),
         extra(allowed_token_ids=allowed),
         extra(logit_bias={"4321": 100.0}),

@@ -2,7 +2,6 @@
 
 import base64
 import io
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import orjson
 import pytest
 
-from blendserve.cost_model import CostModel, HardwareSpec
 from blendserve.engines import EngineConfig
 from blendserve.errors import ConfigError
 from blendserve.jobs.job import GatheredResults
@@ -21,27 +19,9 @@ from blendserve.planner.plan import make_plan
 from blendserve.request import Completion, Failure
 from blendserve.scheduling.policies import make_policy
 from blendserve.tokenizer import Tokenizer
-from tests.workload import TINY
+from tests.contract.conftest import COST_MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
-
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{%- if message.name %}[{{ message.name }}] {% endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{%- if message.tool_call_id %} ({{ message.tool_call_id }}){% endif %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
-{%- if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}{% endif %}"""
 
 WEATHER = {
     "type": "function",
@@ -61,56 +41,14 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module")
-def folder(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokenizer has tokens for thinking, and whose template takes tools."""
-    pytest.importorskip("vllm")
-    from transformers import AddedToken, AutoTokenizer
-
-    path: Path = make_tiny_model(
-        "llama",
-        tmp_path_factory.mktemp("vllm") / "tiny",
-        with_tokenizer=True,
-        head_dim=32,
-        vocab_size=49160,
-        max_position_embeddings=1024,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
-    tokenizer.chat_template = TEMPLATE
-    (path / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer.save_pretrained(path)
-    return path
+@pytest.fixture
+def engine(roomy_vllm: Any) -> Any:
+    return roomy_vllm
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Any]:
-    from blendserve.engines.vllm import VLLMEngine
-
-    opened = VLLMEngine(
-        folder,
-        CostModel(TINY, HardwareSpec.load("cpu-2core-avx2")),
-        max_model_len=1024,
-        max_num_seqs=4,
-        max_num_batched_tokens=1024,
-        dtype="float32",
-        engine_args={
-            "num_gpu_blocks_override": 129,
-            "enforce_eager": True,
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "max_loras": 2,
-        },
-        tool_call_parser="hermes",
-        reasoning_parser="deepseek_r1",
-    )
-    with closing(opened):
-        yield opened
+@pytest.fixture
+def tokenizer(vllm_tokenizer: Tokenizer) -> Tokenizer:
+    return vllm_tokenizer
 
 
 def prepared(tokenizer: Tokenizer, *bodies: dict[str, Any], **options: Any) -> Prepared:
@@ -361,10 +299,10 @@ def image_part(colour: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_images_go_to_the_model(folder: Path, tmp_path: Path) -> None:
+def test_images_go_to_the_model(vllm_model: Path, tmp_path: Path) -> None:
     from blendserve.engines.vllm import VLLMEngine
 
-    path = write_tiny_idefics(tmp_path / "idefics", folder)
+    path = write_tiny_idefics(tmp_path / "idefics", vllm_model)
     tokenizer = Tokenizer(path)
     text = {"type": "text", "text": "Which colour?"}
 
@@ -373,7 +311,7 @@ def test_images_go_to_the_model(folder: Path, tmp_path: Path) -> None:
 
     opened = VLLMEngine(
         path,
-        CostModel(TINY, HardwareSpec.load("cpu-2core-avx2")),
+        COST_MODEL,
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=256,

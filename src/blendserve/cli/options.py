@@ -241,7 +241,7 @@ KvCacheTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Tokens of KV cache that the server has; a third more is sent at a time. "
+        help="Tokens of KV cache that the server has; a little more is sent at a time. "
         "Default: from --hardware and the model.",
         rich_help_panel=SERVER_PANEL,
     ),

@@ -4,8 +4,8 @@
 policy ─ Window ──add_request──▶ LLMEngine (first come, first served) ──step──▶ results, step facts
 ```
 
-vLLM schedules for itself, so a policy steers it by what is sent and when. Requests go in as token ids, a third more
-than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
+vLLM schedules for itself, so a policy steers it by what is sent and when. Requests go in as token ids, a little
+more than fits, and vLLM runs them in that order. Its engine core is a process of its own: what kills it costs the steps
 since, and `SupervisedEngine` opens another.
 
 Only what vLLM documents is used, but for `engine_core.shutdown`, without which its processes outlive the engine, and
@@ -40,6 +40,7 @@ import orjson
 
 from blendserve.cost_model import CostModel
 from blendserve.engines.vllm_chat import ChatAnswer, ChatReader, render_media
+from blendserve.engines.vllm_queue import OUTPUT_TOKENS_EST
 from blendserve.errors import ConfigError, EngineDiedError
 from blendserve.request import (
     Adapter,
@@ -66,6 +67,9 @@ FEW_CORES = 4
 LIVENESS_CHECK_S = 0.5
 END_TIMEOUT_S = 10.0
 """for processes to end by themselves"""
+
+SCHEDULER_CLS = "blendserve.engines.vllm_queue.make_scheduler"
+"""vLLM's scheduler with a queue that needs to know how long outputs are expected to be"""
 
 _OURS = {
     "model": "--model",
@@ -215,6 +219,7 @@ class VLLMEngine:
         self._children.found()
         self._caller = None if self._children.is_empty else caller
         self._has_tokenizer = not further.get("skip_tokenizer_init")
+        self._tells_output_tokens = further.get("scheduler_cls") == SCHEDULER_CLS
         self._make_params = _params_maker(detokenize=self._has_tokenizer)
         self._adapters: dict[Adapter, Any] = {}
         """LoRA adapters that are loaded, as vLLM's LoRARequests"""
@@ -284,7 +289,8 @@ class VLLMEngine:
                         self._abort([id_of.pop(request) for request in withdrawn], sent)
                     for request in admitted:
                         request_id = f"{next(self._ids)}"
-                        outcome = self._send(request_id, requests, request, _numbers(sent))
+                        expected = max(round(float(policy.output_tokens_est[request])), 1)
+                        outcome = self._send(request_id, requests, request, expected, _numbers(sent))
                         if isinstance(outcome, Failure):
                             results.append((request, outcome))
                         else:
@@ -335,7 +341,12 @@ class VLLMEngine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _send(
-        self, request_id: str, requests: RequestTable, request: int, running: list[int]
+        self,
+        request_id: str,
+        requests: RequestTable,
+        request: int,
+        output_tokens_est: int,
+        running: list[int],
     ) -> _Sent | Failure:
         """Put a request into vLLM's line; why not, if it refuses.
 
@@ -353,6 +364,8 @@ class VLLMEngine:
             vllm_params = self._make_params(
                 params, int(requests.max_tokens[request]), int(requests.seeds[request]), answer
             )
+            if self._tells_output_tokens:
+                vllm_params.extra_args = {OUTPUT_TOKENS_EST: output_tokens_est}
             media = b"" if requests.raw is None else requests.raw[request].body
             if media:
                 prompt = render_media(self._engine, media)

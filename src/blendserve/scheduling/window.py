@@ -1,7 +1,8 @@
 """Admission into an engine that schedules for itself: a policy steers it as it steers our own scheduler, by estimate.
 
-The engine behind the window serves first come, first served. So who is sent, and when, decides what runs together; and
-a little more is sent than fits, so that the engine has something in line when a sequence ends.
+The engine behind the window serves first come, first served. So who is sent, and when, decides what runs together. What
+is sent arrives while a step runs, and so misses it: sequences that end in that step make room already, and one request
+more is sent than fits, so that the engine has something in line whenever a sequence ends.
 
 What the engine does between a request and its answer is not seen, but modelled: engine steps pass at the rate that
 answers so far imply, prompts are computed in the order of admission, and then every sequence gains a token per step.
@@ -22,9 +23,8 @@ from blendserve.planner.prefix_tree import Ints
 from blendserve.request import RequestTable
 from blendserve.scheduling.policy import OVERRUN_FACTOR, Floats, Policy
 
-LOOK_AHEAD_RATIO = 1.3
-"""tokens sent, over those that fit the engine. Below 1.2 engines run out of work between an end and the next request;
-measured with vLLM, a window of 1.0 costs 14 to 20 % more steps and one of 1.5 none"""
+STEPS_UNDER_WAY = 1
+"""engine steps that have begun when a request is sent, and that it misses; what ends in them makes room for it"""
 PACE_MEMORY = 0.97
 """weight of the pace known so far against that of one more answer"""
 WAITING, RUNNING, FINISHED = 0, 1, 2
@@ -42,14 +42,14 @@ class Changes(NamedTuple):
 class Window:
     """The `Control` of an engine that is seen from outside. A step of the window is a tick: a call of `fill`.
 
-    Memory counts shared prefixes once, as long as a request in the window has them, and of whole blocks what a request
-    leaves empty: half of its last, and the end of a prefix that fills no block. A policy is told the window's size
-    as the memory there is, so that every policy keeps the engine's line filled.
+    Memory is the most that all in the window are expected to hold at any time until they end. It counts shared
+    prefixes once, as long as a request in the window has them, and of whole blocks what a request leaves empty: half of
+    its last, and the end of a prefix that fills no block.
 
     Args:
         requests: all requests of the run.
         policy: decides who is admitted.
-        kv_capacity_tokens: tokens of KV that fit the engine; `LOOK_AHEAD_RATIO` times as many are admitted.
+        kv_capacity_tokens: tokens of KV that fit the engine.
         max_concurrency: most requests in the engine.
         max_num_batched_tokens: most tokens of an engine step.
         step_s: seconds that an engine step is taken to last until answers tell.
@@ -71,7 +71,7 @@ class Window:
         self.clock_s = 0.0
         self.step_index = 0
         self.max_concurrency = max_concurrency
-        self.kv_capacity_tokens = round(kv_capacity_tokens * LOOK_AHEAD_RATIO)
+        self.kv_capacity_tokens = kv_capacity_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_finished = 0
         tree = policy.plan.tree
@@ -106,7 +106,10 @@ class Window:
         """seconds of answers, engine steps that they are taken to have needed"""
         self._admitted: list[int] = []
         self._withdrawn: list[int] = []
-        self._expected_tokens = self._held_tokens = 0.0
+        self._held_tokens = self._staying_tokens = 0.0
+        self._num_staying = 0
+        self._ends = np.empty((2, max_concurrency), dtype=np.float64)
+        """of requests that stay, the last to end first: tokens to generate still, and private tokens held"""
         policy.start(self)
 
     # -- what a policy sees (policy.Control) ---------------------------------------------------------------------
@@ -152,9 +155,9 @@ class Window:
     ) -> int:
         """Admit requests in order until one does not fit; returns how many are admitted or passed over.
 
-        With `look_ahead` the prompts and expected outputs of all that run must fit the window together, without it
-        what is held now. A policy that asks for less than a whole step's tokens is held to that, per engine step.
-        Whatever is first fits where nothing runs: what can never fit, the engine says itself.
+        With `look_ahead` all that run must be expected to fit until they end, and the last may exceed that; without
+        it what is held now must fit. A policy that asks for less than a whole step's tokens is held to that, per
+        engine step. Whatever is first fits where nothing runs: what can never fit, the engine says itself.
         """
         if self._withdrawn:
             return 0
@@ -259,19 +262,27 @@ class Window:
         outlived = requests[generated >= self._expected[requests]]
         longer = OVERRUN_FACTOR * (self._engine_steps - self._decodes_from[outlived])
         self._expected[outlived] = np.clip(longer, 1, self._max_tokens[outlived])
-        own = float((self._own[requests] + self._empty).sum())
-        self._held_tokens = own + float(generated.sum())
-        self._expected_tokens = own + float(self._expected[requests].sum())
+        held = self._own[requests] + self._empty + generated
+        self._held_tokens = float(held.sum())
+        left = self._expected[requests] - generated
+        stays = np.flatnonzero(left > STEPS_UNDER_WAY)
+        last_first = stays[np.argsort(-left[stays], kind="stable")]
+        self._num_staying = len(stays)
+        self._staying_tokens = float(held[stays].sum())
+        self._ends[:, : len(stays)] = left[last_first], held[last_first]
 
     def _admit(self, request: int, output_tokens_est: float, look_ahead: bool) -> bool:
         if self._running:
             if self.num_running >= self.max_concurrency:
                 return False
             own, node = int(self._own[request]) + self._empty, self._node[request]
-            shared = self._shared + int(_missing(self._num_users, self._parent, self._segment, node))
-            held = self._expected_tokens + output_tokens_est if look_ahead else self._held_tokens
-            if shared + held + own > self.kv_capacity_tokens:
-                return False
+            if look_ahead:
+                if self._shared + _peak(self._ends, self._num_staying) > self.kv_capacity_tokens:
+                    return False
+            else:
+                shared = self._shared + int(_missing(self._num_users, self._parent, self._segment, node))
+                if shared + self._staying_tokens + own > self.kv_capacity_tokens:
+                    return False
         self._place(request, output_tokens_est)
         return True
 
@@ -280,7 +291,9 @@ class Window:
         new = int(_use(self._num_users, self._parent, self._segment, self._node[request]))
         self._shared += new
         self._held_tokens += own + self._empty
-        self._expected_tokens += own + self._empty + output_tokens_est
+        self._staying_tokens += own + self._empty
+        _insert(self._ends, self._num_staying, output_tokens_est, own + self._empty)
+        self._num_staying += 1
         self._state[request] = RUNNING
         self._running[request] = None
         self._expected[request] = output_tokens_est
@@ -310,6 +323,29 @@ class Window:
             behind = running[self._decodes_from[running] > self._engine_steps]
             self._decodes_from[behind] -= early
             self._prefilled_at -= early
+
+
+@numba.njit(cache=True, nogil=True)
+def _peak(ends, count):  # type: ignore[no-untyped-def]
+    """Most private tokens that the `count` requests of `ends` hold at any time, if none comes after.
+
+    When a request ends, those that end later are all that there is, each longer by the steps until then.
+    """
+    peak = total = 0.0
+    for i in range(count):
+        total += ends[1, i]
+        peak = max(peak, total + (i + 1) * ends[0, i])
+    return peak
+
+
+@numba.njit(cache=True, nogil=True)
+def _insert(ends, count, left, held):  # type: ignore[no-untyped-def]
+    """Add a request to `ends`, which has `count`."""
+    place = count
+    while place > 0 and ends[0, place - 1] < left:
+        ends[0, place], ends[1, place] = ends[0, place - 1], ends[1, place - 1]
+        place -= 1
+    ends[0, place], ends[1, place] = left, held
 
 
 @numba.njit(cache=True, nogil=True)

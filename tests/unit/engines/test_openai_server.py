@@ -323,7 +323,7 @@ def test_concurrency_is_bounded_by_count_and_by_tokens(open_server: OpenServer) 
         run(open_server(server.base_url, max_concurrency=3), requests)
     assert server.max_in_flight == 3
     with running(FakeOpenAI(latency_s=0.25, num_together=3)) as server:
-        # Each has 2 + 1 + 4 tokens, two of them shared; a third more than 16 tokens are sent.
+        # Each has 2 + 1 + 4 tokens, two of them shared; one more is sent than fits 16 tokens.
         run(open_server(server.base_url, max_concurrency=9, kv_capacity_tokens=16), requests)
     assert server.max_in_flight == 3
 

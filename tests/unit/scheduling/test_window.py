@@ -11,7 +11,7 @@ from blendserve.planner.tree_order import depth_first
 from blendserve.request import RequestTable
 from blendserve.scheduling.policies import POLICIES, make_policy
 from blendserve.scheduling.policy import Policy
-from blendserve.scheduling.window import LOOK_AHEAD_RATIO, Window
+from blendserve.scheduling.window import Window
 from tests.workload import COST_MODEL, request_table
 
 STEP_S = 0.01
@@ -100,12 +100,38 @@ def test_memory_counts_prefixes_once_and_outputs_as_expected() -> None:
     plan = make_plan(requests, COST_MODEL)
     window = window_of(requests, make_policy("fcfs", plan), kv_capacity_tokens=200)
     admitted, _ = window.fill(0.0)
-    room = round(200 * LOOK_AHEAD_RATIO) - 100
-    assert len(admitted) == room // (2 + 10)
+    assert len(admitted) == (200 - 100) // (2 + 10) + 1, "one more than fits"
     assert window.kv_committed_tokens == 100 + 2 * len(admitted)
     other = request_table([[index] * 100 for index in range(20)], max_tokens=10)
     window = window_of(other, make_policy("fcfs", make_plan(other, COST_MODEL)), kv_capacity_tokens=200)
     assert len(window.fill(0.0).admitted) == 2
+
+
+def test_memory_is_what_is_held_at_a_time() -> None:
+    """While outputs of 10 tokens run, one of 170 has 10 as well; alone it fits anyway."""
+    lengths = [170] + [10] * 40
+    requests = request_table([[index] * 10 for index in range(41)], max_tokens=lengths, declared=lengths)
+    window = window_of(
+        requests,
+        make_policy("fcfs", make_plan(requests, COST_MODEL)),
+        kv_capacity_tokens=200,
+        max_concurrency=100,
+    )
+    assert len(window.fill(0.0, 0).admitted) == 200 // (10 + 10) + 1
+
+
+def test_what_ends_makes_room_for_what_is_longer() -> None:
+    lengths = [20, 20, 30, 60]
+    requests = request_table([[index] * 10 for index in range(4)], max_tokens=lengths, declared=lengths)
+    window = window_of(
+        requests,
+        make_policy("fcfs", make_plan(requests, COST_MODEL)),
+        kv_capacity_tokens=89,
+    )
+    # Three hold 30 each when the first two end.
+    assert window.fill(0.0, 0).admitted == [0, 1, 2]
+    window.finish([(0, 20)], 1.0, 20)
+    assert window.fill(1.0, 20).admitted == [3]
 
 
 def test_memory_is_counted_in_blocks() -> None:
@@ -115,7 +141,7 @@ def test_memory_is_counted_in_blocks() -> None:
     window = window_of(requests, make_policy("fcfs", plan), kv_capacity_tokens=400, block_size=32)
     admitted, _ = window.fill(0.0)
     each = 4 + 2 + 16
-    assert len(admitted) == (round(400 * LOOK_AHEAD_RATIO) - 100) // (each + 10)
+    assert len(admitted) == (400 - 100) // (each + 10) + 1
     assert window.kv_committed_tokens == 100 + each * len(admitted)
 
 
