@@ -26,9 +26,11 @@ from blendserve.cost_model import CostModel
 from blendserve.engines.batching import StepResult
 from blendserve.engines.native.attention import Backend, KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.device import upload
+from blendserve.engines.native.kernels import Kernels, load_kernels
+from blendserve.engines.native.limits import available_memory, core_quota
 from blendserve.engines.native.model import LayerOps, LlamaModel, ModelConfig, TorchOps
 from blendserve.engines.native.output import Detokenizer, RequestOutput
-from blendserve.engines.native.sampler import Choice, SamplingRow, choose
+from blendserve.engines.native.sampler import TORCH_TOKEN_OPS, Choice, SamplingRow, TokenOps, choose
 from blendserve.errors import ConfigError, EngineDiedError, EngineError
 from blendserve.request import Failure, RequestTable, Result
 from blendserve.scheduling.batch import Batch
@@ -67,13 +69,14 @@ class TorchExecutor:
         num_blocks: blocks of the KV cache; None for as many as `kv_cache_memory` holds.
         block_size: tokens per block.
         max_model_len: longest sequence; None for what the model allows.
-        num_threads: None for torch's choice.
+        num_threads: None for a thread per core, or fewer where the container grants less.
         attention_backend: "auto" for Triton on a GPU, and on a CPU for the C kernels where they can be had.
         late_results: whether tokens are taken while the next step runs, see above; None: on a GPU.
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
-        ConfigError: there is no such device, or the KV cache cannot hold a single block.
+        ConfigError: there is no such device, weights and KV cache do not fit into memory, or the KV cache cannot hold
+            a single block.
     """
 
     name = "native"
@@ -96,8 +99,7 @@ class TorchExecutor:
         attention_backend: Backend = "auto",
         late_results: bool | None = None,
     ) -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads or _default_num_threads())
         self.cost_model = cost_model
         self.block_size = block_size
         self._tokenizer = tokenizer
@@ -105,11 +107,15 @@ class TorchExecutor:
         self._is_late = device == "cuda" if late_results is None else late_results
         backend = _resolve_backend(attention_backend, device)
         config = ModelConfig.from_folder(folder, max_model_len)
-        ops = _layer_ops(backend)
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        ops = _layer_ops(backend, torch_dtype)
+        self._token_ops: TokenOps = ops if isinstance(ops, Kernels) else TORCH_TOKEN_OPS
+        if device == "cpu":
+            _check_memory(config, torch_dtype, kv_cache_memory)
         if load_format == "dummy":
-            model = LlamaModel.dummy(config, getattr(torch, dtype), self._device, ops)
+            model = LlamaModel.dummy(config, torch_dtype, self._device, ops)
         else:
-            model = LlamaModel.load(folder, config, getattr(torch, dtype), self._device, ops)
+            model = LlamaModel.load(folder, config, torch_dtype, self._device, ops)
         shape = KVShape(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
@@ -200,7 +206,7 @@ class TorchExecutor:
         choices: list[Choice] = []
         done = 0
         for logits in model.logits(hidden):
-            choices.append(choose(logits, sampling_rows[done : done + len(logits)]))
+            choices.append(choose(logits, sampling_rows[done : done + len(logits)], self._token_ops))
             choices[-1].download()
             done += len(logits)
         if not choices:
@@ -328,12 +334,43 @@ def _resolve_backend(backend: Backend, device: Literal["cpu", "cuda"]) -> Backen
     return "triton"
 
 
-def _layer_ops(backend: Backend) -> LayerOps:
+def _layer_ops(backend: Backend, dtype: torch.dtype) -> LayerOps:
     if backend == "triton":
         from blendserve.engines.native.triton_backend import TritonOps
 
         return TritonOps()
-    return TorchOps()
+    loaded = None if backend == "torch" else load_kernels(dtype)
+    return TorchOps() if loaded is None else loaded
+
+
+def _default_num_threads() -> int:
+    quota = core_quota()
+    return torch.get_num_threads() if quota is None else max(1, min(torch.get_num_threads(), int(quota)))
+
+
+def _check_memory(config: ModelConfig, dtype: torch.dtype, kv_cache_memory: int | None) -> None:
+    """Refuse what would have the system swap or kill.
+
+    Raises:
+        ConfigError: weights, and the KV cache if its size is given, are more than the memory that is available.
+    """
+    available = available_memory()
+    weights = config.num_matrix_weights * dtype.itemsize
+    if available is None or weights + (kv_cache_memory or 0) <= available:
+        return
+    found = f"the weights take {_gib(weights)} as {str(dtype).removeprefix('torch.')}"
+    if weights > available:
+        shorter = "--dtype bfloat16, " if dtype == torch.float32 else ""
+        remedy = f"use {shorter}a smaller model or a machine with more memory"
+    else:
+        assert kv_cache_memory is not None
+        found += f" and the KV cache {_gib(kv_cache_memory)}"
+        remedy = f"lower --kv-cache-memory to at most {available - weights}, or leave it out"
+    raise ConfigError(f"{found}, but {_gib(available)} of memory are available; {remedy}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 def _default_kv_memory(device: torch.device) -> int:
@@ -341,9 +378,9 @@ def _default_kv_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(CUDA_KV_RATIO * free_bytes)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return DEFAULT_KV_BYTES // 4
-    return min(DEFAULT_KV_BYTES, int(DEFAULT_KV_RATIO * available))
+    available = available_memory()
+    return (
+        DEFAULT_KV_BYTES // 4
+        if available is None
+        else min(DEFAULT_KV_BYTES, int(DEFAULT_KV_RATIO * available))
+    )

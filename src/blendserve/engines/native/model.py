@@ -25,7 +25,7 @@ from blendserve.models import SUPPORTED_ARCHITECTURES, check_supported
 
 CPU = torch.device("cpu")
 LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""fp32 logits held at a time, by kind of device: the head runs over this much and no more"""
+"""logits held at a time, counted in fp32, by kind of device: the head runs over this much and no more"""
 DUMMY_WEIGHT_SCALE = 0.02
 """standard deviation of random weights"""
 
@@ -129,6 +129,13 @@ class ModelConfig:
         """Widths of the queries, keys and values of one token."""
         kv_size = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv_size, kv_size
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Weights that take memory: embedding and head, which are two copies also where they are one, and layers."""
+        queries, keys, values = self.qkv_sizes
+        layer = (2 * queries + keys + values + 3 * self.intermediate_size) * self.hidden_size
+        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
 
     def rope_table(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position: two tensors [max_model_len, head_dim / 2] fp32."""
@@ -419,17 +426,17 @@ class LlamaModel:
     def logits(
         self,
         hidden_states: Tensor,  # [num_rows, hidden_size]
-    ) -> Iterator[Tensor]:  # [at most rows_per_chunk, vocab_size] fp32
+    ) -> Iterator[Tensor]:  # [at most rows_per_chunk, vocab_size]
         """Logits of consecutive chunks of rows, so that a large batch never holds all of its logits at once."""
         for start in range(0, len(hidden_states), self.rows_per_chunk):
-            yield self.head(hidden_states[start : start + self.rows_per_chunk]).float()
+            yield self.head(hidden_states[start : start + self.rows_per_chunk])
 
     def forward(
         self, token_ids: Tensor, layout: StepLayout, attention: PagedAttention, selected: Tensor
     ) -> Tensor:
         """Logits [num_selected, vocab_size] fp32 of one step; arguments as in `hidden_states`."""
         chunks = list(self.logits(self.hidden_states(token_ids, layout, attention, selected)))
-        return torch.cat(chunks) if chunks else torch.empty(0, self.config.vocab_size)
+        return torch.cat(chunks).float() if chunks else torch.empty(0, self.config.vocab_size)
 
     def _normalise_heads(self, qkv: Tensor, query_norm: RMSNorm, key_norm: RMSNorm) -> None:
         queries, keys, _ = qkv.split_with_sizes(self.config.qkv_sizes, dim=-1)

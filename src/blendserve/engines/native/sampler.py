@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -84,10 +84,54 @@ class Choice:
         return Sampled(ids, logprobs, is_valid.tolist())
 
 
+class TokenOps(Protocol):
+    """What choosing takes of the whole vocabulary."""
+
+    def highest(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+    ) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows] int64, bool and fp32
+        """The first most likely token of each row, whether its logits are sound, and the highest of them."""
+        ...
+
+    def draw(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size], may be overwritten
+        places: Tensor,  # [num_drawn] int64, rows to draw for
+        temperature: Tensor,  # [num_drawn] fp32
+        uniform: Tensor,  # [num_drawn] fp64 in [0, 1)
+        maxima: Tensor,  # [num_rows] fp32, see `highest`
+    ) -> Tensor:  # [num_drawn] int64
+        """A token of each of some rows from its whole distribution."""
+        ...
+
+
+class TorchTokenOps:
+    """`TokenOps` by torch, on any device."""
+
+    def highest(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TokenOps.highest`."""
+        maxima, token_ids = logits.max(dim=-1)
+        return token_ids, maxima.isfinite(), maxima.float()
+
+    def draw(
+        self, logits: Tensor, places: Tensor, temperature: Tensor, uniform: Tensor, maxima: Tensor
+    ) -> Tensor:
+        """See `TokenOps.draw`."""
+        if len(places) < len(logits):
+            logits, maxima = logits[places], maxima[places]
+        weights = logits.float().sub_(maxima[:, None]).div_(temperature[:, None]).exp_()
+        return _invert(weights.cumsum(-1, dtype=torch.float64), uniform[:, None])
+
+
+TORCH_TOKEN_OPS = TorchTokenOps()
+
+
 @torch.inference_mode()
 def choose(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
+    logits: Tensor,  # [num_rows, vocab_size], overwritten
     rows: Sequence[SamplingRow],
+    ops: TokenOps = TORCH_TOKEN_OPS,
 ) -> Choice:
     """Choose one token per row."""
     wanted = [row.params.logprobs for row in rows]
@@ -96,23 +140,36 @@ def choose(
     if suppressed:
         places, banned = upload(list(np.array(suppressed, dtype=np.int64).T), logits.device)
         logits[places, banned] = -torch.inf
-    highest, token_ids = logits.max(dim=-1)
-    is_valid = highest.isfinite()
+    token_ids, is_valid, maxima = ops.highest(logits)
+    vocab_size = logits.shape[-1]
     drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    if len(drawn) == len(rows):
-        token_ids = _draw(logits, rows)
-    elif drawn:
-        [places] = upload([np.array(drawn, dtype=np.int64)], logits.device)
-        token_ids[places] = _draw(logits[places], [rows[i] for i in drawn])
+    # First those with a filter: `draw` may overwrite the logits.
+    for is_filtered in (True, False):
+        chosen = [i for i in drawn if _is_filtered(rows[i].params, vocab_size) == is_filtered]
+        if not chosen:
+            continue
+        some = [rows[i] for i in chosen]
+        numbers = uniforms([row.seed for row in some], [row.position for row in some])
+        temperatures = np.array([row.params.temperature for row in some], dtype=np.float32)
+        columns = (np.array(chosen, dtype=np.int64), temperatures, numbers)
+        places, temperature, uniform = upload(columns, logits.device)
+        if is_filtered:
+            scaled = logits[places].float().div_(temperature[:, None])
+            filters = _Filters(some, vocab_size, logits.device)
+            found = _draw_filtered(scaled, uniform[:, None], some, filters, NUM_CANDIDATES)
+        else:
+            found = ops.draw(logits, places, temperature, uniform, maxima)
+        token_ids[places] = found
     return Choice(token_ids, is_valid, raw)
 
 
 def sample(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
+    logits: Tensor,  # [num_rows, vocab_size], overwritten
     rows: Sequence[SamplingRow],
+    ops: TokenOps = TORCH_TOKEN_OPS,
 ) -> Sampled:
     """Choose one token per row, and wait for it."""
-    return choose(logits, rows).sampled()
+    return choose(logits, rows, ops).sampled()
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -129,6 +186,11 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether tokens are drawn from less than the whole distribution."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
+
+
 class _Filters:
     """Sampling parameters of several rows as columns [num_rows, 1]; switched-off filters have a neutral value."""
 
@@ -138,50 +200,11 @@ class _Filters:
         top_p = np.array([p.top_p for p in params], np.float64)
         min_p = np.array([p.min_p for p in params], np.float64)
         is_bounded = top_k < vocab_size
-        self.is_plain: NDArray[np.bool_] = ~is_bounded & (top_p >= 1) & (min_p <= 0)
         self.all_bounded = bool(is_bounded.all())
         """whether every row has a `top_k`"""
         self.widest_top_k = int(top_k[is_bounded].max(initial=0))
         columns = upload([column[:, None] for column in (top_k, top_p, min_p)], device)
         self.top_k, self.top_p, self.min_p = columns
-
-
-def _draw(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
-    rows: Sequence[SamplingRow],
-) -> Tensor:  # [num_rows] int64
-    """Draw a token per row: temperature, then min_p, then top_k, then top_p, as vLLM does."""
-    device = logits.device
-    temperatures = np.array([[row.params.temperature] for row in rows], dtype=np.float32)
-    numbers = uniforms([row.seed for row in rows], [row.position for row in rows])[:, None]
-    temperature, uniform = upload([temperatures, numbers], device)
-    scaled = logits.div_(temperature)
-    filters = _Filters(rows, logits.shape[-1], device)
-    if filters.is_plain.all():
-        return _draw_plain(scaled, uniform)
-    if not filters.is_plain.any():
-        return _draw_filtered(scaled, uniform, rows, filters, NUM_CANDIDATES)
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
-    plain, filtered = np.flatnonzero(filters.is_plain), np.flatnonzero(~filters.is_plain)
-    plain_places, filtered_places = upload([plain, filtered], device)
-    token_ids[plain_places] = _draw_plain(scaled[plain_places], uniform[plain_places])
-    filtered_rows = [rows[i] for i in filtered.tolist()]
-    token_ids[filtered_places] = _draw_filtered(
-        scaled[filtered_places],
-        uniform[filtered_places],
-        filtered_rows,
-        _Filters(filtered_rows, logits.shape[-1], device),
-        NUM_CANDIDATES,
-    )
-    return token_ids
-
-
-def _draw_plain(
-    scaled: Tensor,  # [num_rows, vocab_size] fp32
-    uniform: Tensor,  # [num_rows, 1] fp64
-) -> Tensor:  # [num_rows] int64
-    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()
-    return _invert(weights.cumsum(-1, dtype=torch.float64), uniform)
 
 
 def _draw_filtered(
@@ -246,13 +269,13 @@ class _Logprobs:
 
     def __init__(
         self,
-        logits: Tensor,  # [num_rows, vocab_size] fp32
+        logits: Tensor,  # [num_rows, vocab_size]
         wanted: Sequence[int | None],  # [num_rows] alternatives to report, None for no log probabilities
     ) -> None:
         self._wanted = wanted
         self._rows = [i for i, num_top in enumerate(wanted) if num_top is not None]
         [self._places] = upload([np.array(self._rows, dtype=np.int64)], logits.device)
-        self._logprobs = logits[self._places].log_softmax(dim=-1)
+        self._logprobs = logits[self._places].float().log_softmax(dim=-1)
         num_top = max(num_top or 0 for num_top in wanted)
         self._top, self._top_ids = self._logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
 
