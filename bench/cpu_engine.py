@@ -372,17 +372,17 @@ def compare(workers: list[Worker], names: list[str], scale: float, rounds: int) 
 
 
 def print_comparison(rows: list[dict[str, Any]]) -> None:
-    print(
-        "\n| workload | engine | wall s (median) | CPU s (median) | tokens/s | time over native: wall | CPU | same greedy |"
-    )
+    headings = ("workload", "engine", "wall s (median)", "CPU s (median)", "tokens/s", "wall over native's")
+    print(f"\n| {' | '.join((*headings, 'CPU over native', 'same greedy outputs'))} |")
     print("|" + " --- |" * 8)
     for row in rows:
         cells = [row["workload"], row["engine"]]
-        for key in ("wall_s", "cpu_s"):
-            cells.append(f"{row[f'median_{key}']:.2f} ({', '.join(f'{value:.2f}' for value in row[key])})")
+        cells += [
+            f"{row[f'median_{key}']:.2f} ({', '.join(f'{value:.2f}' for value in row[key])})"
+            for key in ("wall_s", "cpu_s")
+        ]
         cells.append(f"{row['num_tokens'] / row['median_wall_s']:,.0f}")
-        for key in ("wall_s_ratio", "cpu_s_ratio"):
-            cells.append(f"{row[key]:.2f}" if key in row else "")
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("wall_s_ratio", "cpu_s_ratio")]
         cells.append("/".join(map(str, row.get("same_greedy_outputs", []))))
         print(f"| {' | '.join(cells)} |")
 

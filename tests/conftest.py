@@ -37,7 +37,9 @@ LLAMA3_ROPE = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """An option for long runs by hand."""
-    parser.addoption("--stress-requests", type=int, default=2000, help="requests of tests/unit/native/test_stress.py")
+    parser.addoption(
+        "--stress-requests", type=int, default=2000, help="requests of tests/unit/native/test_stress.py"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -213,7 +213,16 @@ def test_vectors_of_other_machines(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", [name for name in kernels.VARIANTS if name not in VARIANTS])
 def test_variants_that_cannot_run_here_compile(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    flags = ("-O1", "-Wall", "-Wextra", "-Werror", "-c", str(kernels.SOURCE), "-o", str(tmp_path / "kernels.o"))
+    flags = (
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-c",
+        str(kernels.SOURCE),
+        "-o",
+        str(tmp_path / "kernels.o"),
+    )
     command = [*kernels.compiler(), *kernels.compile_flags(variant, dtype), *flags]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -218,7 +218,9 @@ def test_what_does_not_fit_into_memory_is_refused(folder: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match="lower --kv-cache-memory to at most 200000, or leave it out"):
         TorchExecutor(folder, None, cost_model=COST_MODEL, block_size=16, kv_cache_memory=200_001)
     monkeypatch.setattr(executor_module, "available_memory", lambda: weights - 1)
-    with pytest.raises(ConfigError, match="weights take .* as float32, but .* available; use --dtype bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"weights take .* as float32, but .* available; use --dtype bfloat16"
+    ):
         TorchExecutor(folder, None, cost_model=COST_MODEL)
     monkeypatch.setattr(executor_module, "available_memory", lambda: None)
     assert TorchExecutor(folder, None, cost_model=COST_MODEL, kv_cache_memory=1 << 20).num_blocks == 64
@@ -227,7 +229,13 @@ def test_what_does_not_fit_into_memory_is_refused(folder: Path, monkeypatch: pyt
 def test_threads_are_no_more_than_the_container_grants(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
-        for quota, given, expected in ((None, None, 4), (2.5, None, 2), (0.5, None, 1), (16.0, None, 4), (1.0, 3, 3)):
+        for quota, given, expected in (
+            (None, None, 4),
+            (2.5, None, 2),
+            (0.5, None, 1),
+            (16.0, None, 4),
+            (1.0, 3, 3),
+        ):
             torch.set_num_threads(4)
             monkeypatch.setattr(executor_module, "core_quota", lambda quota=quota: quota)
             TorchExecutor(folder, None, cost_model=COST_MODEL, num_blocks=1, num_threads=given)

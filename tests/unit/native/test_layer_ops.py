@@ -14,7 +14,9 @@ SIZES = [576, 96, 23]
 
 
 @pytest.fixture(params=kernels.variants_of_this_cpu())
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[torch.dtype, kernels.Kernels]:
+def ops(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> dict[torch.dtype, kernels.Kernels]:
     monkeypatch.setenv(kernels.CHOICE_VARIABLE, request.param)
     found = {dtype: kernels.load_kernels(dtype) for dtype in DTYPES}
     assert all(loaded is not None and loaded.variant == request.param for loaded in found.values())

@@ -1,7 +1,7 @@
 """Many random requests on a pool that is far too small: what each gets is what it gets alone.
 
-Prefixes are shared, prompts computed in chunks, sequences retracted and recomputed, blocks reused over and over; lengths
-are not known beforehand. `--stress-requests 100000` makes a long run of it.
+Prefixes are shared, prompts computed in chunks, sequences retracted and recomputed, blocks reused over and over;
+lengths are not known beforehand. `--stress-requests 100000` makes a long run of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, stop_token_ids=SOMETIMES),
     SamplingParams(temperature=1.0, top_k=20, stop_token_ids=SOMETIMES),
-    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_k=5),
 ]
 TIE = 1e-4
 """difference of log probabilities that rounding may turn round"""

@@ -3,8 +3,8 @@
  * over a paged KV cache for prefill and decode alike, what a layer does between its products, and the choice of tokens.
  * Plain C with GCC/Clang vector extensions, so one source serves SSE, AVX2, AVX-512 and NEON.
  *
- * Built once per element type and instruction set (kernels.py): by default tensors are fp32; with -DELEMENT_BF16 they are
- * bf16 in memory and fp32 in registers.
+ * Built once per element type and instruction set (kernels.py): by default tensors are fp32; with -DELEMENT_BF16 they
+ * are bf16 in memory and fp32 in registers.
  *
  * Layout of the cache of one layer (a block holds `block_size` tokens; PAIR is 2 in bf16, else 1):
  *
@@ -17,8 +17,8 @@
  *     scores[row][key]  += query[row][dim] * keys[dim][key]
  *     output[row][dim]  += weight[row][key] * values[key][dim]
  *
- * Pairs lie as AVX-512's bf16 instruction wants them, which multiplies both and adds them to one fp32 sum; elsewhere one
- * load brings two vectors, told apart by a shift and a mask.
+ * Pairs lie as AVX-512's bf16 instruction wants them, which multiplies both and adds them to one fp32 sum; elsewhere
+ * one load brings two vectors, told apart by a shift and a mask.
  *
  * Blocking. A work item is one KV head and a run of tokens of one sequence (one token in decode); its rows are those
  * tokens times the query heads that share the KV head. It walks the keys in tiles of TILE_KEYS, and within a tile over
@@ -61,8 +61,8 @@ ALWAYS_INLINE vec load_f32(const float *p) { return *(const unaligned_vec *)p; }
 ALWAYS_INLINE void store_f32(float *p, vec x) { *(unaligned_vec *)p = x; }
 
 /*
- * Elements, and what the two products of attention need of them: `cached` is a vector of the cache, `multiplier` a number
- * that it is multiplied by, `PARTS` how many multiplications a pair takes.
+ * Elements, and what the two products of attention need of them: `cached` is a vector of the cache, `multiplier` a
+ * number that it is multiplied by, PARTS how many multiplications a pair takes.
  */
 #ifdef ELEMENT_BF16
 #define PAIR 2
@@ -234,10 +234,11 @@ void rope_and_store(const Shape *shape, const Step *step,
  * inlined, and rows * vectors at most MAX_SUMS.
  */
 ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim, float scale,
-                              const multiplier *query,          /* [dim / PAIR, rows, PAIR] */
-                              const element *keys, long stride, /* [dim / PAIR, vectors * LANES, PAIR], rows `stride` apart */
-                              float *scores,                    /* [rows, TILE_KEYS] */
-                              const element *ahead)             /* [dim * vectors * LANES] to prefetch */
+                              const multiplier *query, /* [dim / PAIR, rows, PAIR] */
+                              const element *keys,     /* [dim / PAIR, vectors * LANES, PAIR] */
+                              long stride,             /* of the first of these dimensions */
+                              float *scores,           /* [rows, TILE_KEYS] */
+                              const element *ahead)    /* [dim * vectors * LANES] to prefetch */
 {
     vec sums[MAX_SUMS] = {{0}};
     for (int i = 0; i < dim / PAIR; i++) {
@@ -262,7 +263,7 @@ ALWAYS_INLINE void score_keys(const int rows, const int vectors, int dim, float 
 /* output[row][0 .. vectors * LANES] += weights[row] . values; `rows` and `vectors` are constants, as above. */
 ALWAYS_INLINE void weigh_values(const int rows, const int vectors, int dim, int num_keys,
                                 const multiplier *weights, /* [rows, TILE_KEYS] */
-                                const element *values,     /* [num_keys / PAIR, dim, PAIR], at the first of these columns */
+                                const element *values,     /* [num_keys / PAIR, dim, PAIR], at these columns */
                                 float *output,             /* [rows, dim], likewise */
                                 const element *ahead)      /* [num_keys * vectors * LANES] to prefetch */
 {
@@ -419,7 +420,7 @@ static void attend_item(const Shape *shape, const Step *step, int item, int kv_h
             if (num_visible[rows - 1] <= 0)
                 continue;
 #define ATTEND(rows, vectors)                                                                                          \
-    attend_group(rows, vectors, shape, scale, table, first_key, num_keys, num_visible, keys + head_offset,                    \
+    attend_group(rows, vectors, shape, scale, table, first_key, num_keys, num_visible, keys + head_offset,             \
                  values + head_offset, query + r * dim, max + r, sum + r, sums + r * dim)
             /* Few rows leave registers for more keys, which makes for longer runs of memory. */
             switch (shape->block_size % (4 * LANES) == 0 ? rows : rows + GROUP_ROWS) {
@@ -559,15 +560,15 @@ void argmax(const element *logits, /* [num_rows, vocab_size] */
 }
 
 /*
- * A token of each of some rows of logits, drawn with probability proportional to exp(logit / temperature): the first whose
- * cumulative weight exceeds `uniform` of the whole, never one of weight 0.
+ * A token of each of some rows of logits, drawn with probability proportional to exp(logit / temperature): the first
+ * whose cumulative weight exceeds `uniform` of the whole, never one of weight 0.
  */
-void draw(const element *logits,           /* [.., vocab_size] */
-          const int64_t *rows,             /* [num_rows] which of them */
+void draw(const element *logits,            /* [.., vocab_size] */
+          const int64_t *rows,              /* [num_rows] which of them */
           const float *inverse_temperature, /* [num_rows] */
-          const double *uniform,           /* [num_rows] in [0, 1) */
-          const float *maxima,             /* [..] of the rows of logits */
-          int64_t *token_ids,              /* [num_rows] */
+          const double *uniform,            /* [num_rows] in [0, 1) */
+          const float *maxima,              /* [..] of the rows of logits */
+          int64_t *token_ids,               /* [num_rows] */
           int64_t num_rows, int64_t vocab_size, int num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * vocab_size >= PARALLEL_FROM)

@@ -11,10 +11,8 @@ PROC = Path("/proc")
 
 def available_memory() -> int | None:
     """Bytes that can be taken before the system swaps or kills; None where it does not say."""
-    found = []
-    for line in _read(PROC / "meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+    lines = _read(PROC / "meminfo").splitlines()
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for folder in _cgroups():
         limit, used = _read(folder / "memory.max").strip(), _read(folder / "memory.current").strip()
         if limit.isdecimal() and used.isdecimal():
