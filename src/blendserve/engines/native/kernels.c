@@ -152,7 +152,7 @@ ALWAYS_INLINE void prefetch(const element *p, int count)
 }
 ALWAYS_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 ALWAYS_INLINE int64_t min_long(int64_t a, int64_t b) { return a < b ? a : b; }
-ALWAYS_INLINE vec select(ivec mask, vec x, vec y) { return (vec)(((ivec)x & mask) | ((ivec)y & ~mask)); }
+ALWAYS_INLINE vec either(ivec mask, vec x, vec y) { return (vec)(((ivec)x & mask) | ((ivec)y & ~mask)); }
 ALWAYS_INLINE vec splat(float x) { return x - (vec){0}; }
 
 /* exp(x) for x <= 0, about 1e-7 relative; exactly 0 below the smallest normal number. */
@@ -306,7 +306,7 @@ ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, i
     vec maxima = splat(*max);
     for (int key = 0; key < num_scores; key += LANES) {
         const vec some = load_f32(scores + key);
-        maxima = select(some > maxima, some, maxima);
+        maxima = either(some > maxima, some, maxima);
     }
     float highest = *max;
     for (int lane = 0; lane < LANES; lane++)
@@ -498,8 +498,8 @@ void silu_mul(const element *restrict gate_up, /* [num_rows, 2 * size] */
         int64_t i = 0;
         for (; i + LANES <= size; i += LANES) {
             const vec x = load(gate + i);
-            const vec power = exp_nonpositive(select(x > 0.0f, -x, x));
-            store(y + i, x * select(x > 0.0f, splat(1.0f), power) / (1.0f + power) * load(up + i));
+            const vec power = exp_nonpositive(either(x > 0.0f, -x, x));
+            store(y + i, x * either(x > 0.0f, splat(1.0f), power) / (1.0f + power) * load(up + i));
         }
         for (; i < size; i++)
             y[i] = narrow(widen(gate[i]) / (1.0f + expf(-widen(gate[i]))) * widen(up[i]));
@@ -539,7 +539,7 @@ void argmax(const element *logits, /* [num_rows, vocab_size] */
             vec high = splat(highest);
             for (int64_t i = start; i < end; i += LANES) {
                 const vec some = load_logits(x + i, end - i);
-                high = select(some > high, some, high);
+                high = either(some > high, some, high);
                 is_nan |= some != some;
             }
             for (int lane = 0; lane < LANES; lane++)
