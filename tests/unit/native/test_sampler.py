@@ -1,12 +1,22 @@
 """Sampling against exact filtered probabilities, and its independence of the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from blendserve.engines.native import kernels, sampler
-from blendserve.engines.native.sampler import TORCH_TOKEN_OPS, SamplingRow, TokenOps, choose, sample, uniforms
+from blendserve.engines.native.sampler import (
+    TORCH_TOKEN_OPS,
+    Draws,
+    SamplingRow,
+    TokenOps,
+    choose,
+    sample,
+    uniforms,
+)
 from blendserve.request import SamplingParams
 
 VOCAB = 1000
@@ -238,16 +248,42 @@ def test_the_kernels_choose_as_torch_does(
     if dtype == torch.float32:
         assert first == expected_ids[is_valid].tolist()
 
-    places = torch.tensor([0, 1, 5, 6, 7, 8, 8, 0])
-    temperature = torch.tensor([1.0, 0.5, 1.0, 2.0, 0.01, 1.0, 30.0, 1.0])
-    uniform = torch.tensor([0.5, 0.25, 0.9, 0.999999, 0.3, 0.0, 0.77, 1 - 2.0**-53], dtype=torch.float64)
-    found = ops.draw(logits, places, temperature, uniform, maxima)
-    for i, (place, token_id) in enumerate(zip(places.tolist(), found.tolist(), strict=True)):
-        weights = ((logits[place].double() - maxima[place].double()) / temperature[i].double()).exp()
+    rows = [SamplingRow(SamplingParams(temperature=temperature), 0, 0) for temperature in (0.1, 1.0, 10.0)]
+    draws = Draws.of([*rows, *rows, *rows], vocab)
+    assert draws is not None
+    sound = np.array([0, 1, 5, 6, 7, 8, 8, 0, 5])
+    uniform = np.array([0.5, 0.25, 0.9, 0.999999, 0.3, 0.0, 0.77, 1 - 2.0**-53, 0.0])
+    draws = replace(draws, places=sound, uniform=uniform)
+    for place, token_id, temperature, number in zip(
+        sound.tolist(), ops.draw(logits, maxima, draws).tolist(), draws.temperature, uniform, strict=True
+    ):
+        weights = ((logits[place].double() - maxima[place].double()) / temperature).exp()
         assert weights[token_id] > 0
         cumulative = (weights / weights.sum()).cumsum(0)
         before = cumulative[token_id] - weights[token_id] / weights.sum()
-        assert before - 1e-6 <= uniform[i] <= cumulative[token_id] + 1e-6
+        assert before - 1e-6 <= number <= cumulative[token_id] + 1e-6
+
+
+@pytest.mark.parametrize("variant", kernels.variants_of_this_cpu())
+@pytest.mark.parametrize(
+    ("sharpness", "dtype"),
+    [(0.3, torch.float32), (3.0, torch.float32), (20.0, torch.float32), (3.0, torch.bfloat16)],
+)
+def test_the_kernels_filter_as_torch_does(
+    sharpness: float, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat and peaked distributions, and ties in bf16, under all filters."""
+    ops = token_ops(variant, dtype, monkeypatch)
+    logits = (some_logits(300, vocab=3001) / 3 * sharpness).to(dtype)
+    logits[:, 7] = -torch.inf
+    rows = [SamplingRow(FILTERS[i % len(FILTERS)], seed=i, position=i % 3) for i in range(len(logits))]
+    draws = Draws.of(rows, logits.shape[1])
+    assert draws is not None
+    maxima = logits.float().amax(-1)
+    found, expected = (some.draw(logits.clone(), maxima, draws) for some in (ops, TORCH_TOKEN_OPS))
+    # Where the numbers fall on the border of two tokens, rounding decides; and which of equally likely tokens are the
+    # last of `top_k` is not torch's to say.
+    assert (found == expected).float().mean() > 0.98
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@
  * What a row gets depends on that row alone, not on the other rows or on the number of threads.
  */
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -508,7 +509,7 @@ void silu_mul(const element *restrict gate_up, /* [num_rows, 2 * size] */
 
 /* -------- choice of tokens -------- */
 
-#define STRETCH 512 /* logits that are looked at together; a multiple of LANES */
+#define STRETCH 256 /* logits that are looked at together; a multiple of LANES */
 
 /* LANES logits from `p` on, of which `count` are there; -inf for the others. */
 ALWAYS_INLINE vec load_logits(const element *p, int64_t count)
@@ -519,6 +520,42 @@ ALWAYS_INLINE vec load_logits(const element *p, int64_t count)
     for (int lane = 0; lane < count; lane++)
         x[lane] = widen(p[lane]);
     return x;
+}
+
+/* The highest of some logits but NaN; adds to `is_nan` where there are any. */
+ALWAYS_INLINE float highest_of(const element *logits, int64_t count, ivec *is_nan)
+{
+    vec high = splat(-INFINITY);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const vec some = load_logits(logits + i, count - i);
+        high = either(some > high, some, high);
+        *is_nan |= some != some;
+    }
+    float highest = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++)
+        highest = high[lane] > highest ? high[lane] : highest;
+    return highest;
+}
+
+/* Whether one of some logits is at least `least`. */
+static int any_from(const element *logits, int64_t count, float least)
+{
+    ivec ignored = {0};
+    return highest_of(logits, count, &ignored) >= least;
+}
+
+/* Sum of exp((logit - highest) * factor) over those of some logits that are at least `least`. */
+static double weight_of(const element *logits, int64_t count, float highest, float factor, float least)
+{
+    vec sums = {0};
+    double weight = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const vec some = load_logits(logits + i, count - i);
+        sums += (vec)((ivec)exp_nonpositive((some - highest) * factor) & (some >= least));
+    }
+    for (int lane = 0; lane < LANES; lane++)
+        weight += sums[lane];
+    return weight;
 }
 
 /* The first highest of each row of logits; not valid where the highest is infinite or one is NaN. */
@@ -532,21 +569,15 @@ void argmax(const element *logits, /* [num_rows, vocab_size] */
     for (int64_t row = 0; row < num_rows; row++) {
         const element *x = logits + row * vocab_size;
         float highest = -INFINITY;
-        int64_t found = 0; /* start of the stretch that has it */
+        int64_t found = 0;
         ivec is_nan = {0};
         for (int64_t start = 0; start < vocab_size; start += STRETCH) {
-            const int64_t end = min_long(start + STRETCH, vocab_size);
-            vec high = splat(highest);
-            for (int64_t i = start; i < end; i += LANES) {
-                const vec some = load_logits(x + i, end - i);
-                high = either(some > high, some, high);
-                is_nan |= some != some;
+            const int64_t count = min_long(STRETCH, vocab_size - start);
+            const float high = highest_of(x + start, count, &is_nan);
+            if (high > highest) {
+                highest = high;
+                found = start;
             }
-            for (int lane = 0; lane < LANES; lane++)
-                if (high[lane] > highest) {
-                    highest = high[lane];
-                    found = start;
-                }
         }
         while (found < vocab_size - 1 && widen(x[found]) != highest)
             found++;
@@ -559,53 +590,164 @@ void argmax(const element *logits, /* [num_rows, vocab_size] */
     }
 }
 
-/*
- * A token of each of some rows of logits, drawn with probability proportional to exp(logit / temperature): the first
- * whose cumulative weight exceeds `uniform` of the whole, never one of weight 0.
- */
-void draw(const element *logits,            /* [.., vocab_size] */
-          const int64_t *rows,              /* [num_rows] which of them */
-          const float *inverse_temperature, /* [num_rows] */
-          const double *uniform,            /* [num_rows] in [0, 1) */
-          const float *maxima,              /* [..] of the rows of logits */
-          int64_t *token_ids,               /* [num_rows] */
-          int64_t num_rows, int64_t vocab_size, int num_threads)
+typedef struct {
+    float logit;
+    int32_t token_id;
+} Candidate;
+
+/* Candidates in a heap: each is higher than its two children, or as high and its token the lower number. */
+static void sift_down(Candidate *heap, int64_t size, int64_t place)
 {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * vocab_size >= PARALLEL_FROM)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const element *x = logits + rows[row] * vocab_size;
-        const float highest = maxima[rows[row]], factor = inverse_temperature[row];
-        double weights[(vocab_size + STRETCH - 1) / STRETCH], whole = 0; /* of the stretches */
-        for (int64_t start = 0; start < vocab_size; start += STRETCH) {
-            const int64_t end = min_long(start + STRETCH, vocab_size);
-            vec sums = {0};
-            double weight = 0;
-            for (int64_t i = start; i < end; i += LANES)
-                sums += exp_nonpositive((load_logits(x + i, end - i) - highest) * factor);
-            for (int lane = 0; lane < LANES; lane++)
-                weight += sums[lane];
-            weights[start / STRETCH] = weight;
-            whole += weight;
-        }
-        const double target = uniform[row] * whole;
-        double before = 0, cumulative = 0; /* this stretch */
-        int64_t stretch = 0, found = 0;
-        for (int64_t i = 0; i * STRETCH < vocab_size && cumulative <= target; i++)
-            if (weights[i] > 0) {
-                stretch = i;
-                before = cumulative;
-                cumulative += weights[i];
+    const Candidate moved = heap[place];
+    for (int64_t child; (child = 2 * place + 1) < size; place = child) {
+        const Candidate *pair = heap + child;
+        if (child + 1 < size && (pair[1].logit > pair[0].logit ||
+                                 (pair[1].logit == pair[0].logit && pair[1].token_id < pair[0].token_id)))
+            child++;
+        if (moved.logit > heap[child].logit ||
+            (moved.logit == heap[child].logit && moved.token_id < heap[child].token_id))
+            break;
+        heap[place] = heap[child];
+    }
+    heap[place] = moved;
+}
+
+static void make_heap(Candidate *heap, int64_t size)
+{
+    for (int64_t place = size / 2; place-- > 0;)
+        sift_down(heap, size, place);
+}
+
+/* The k-th highest logit, in a heap of the k highest so far whose top is the lowest: logits change their signs. */
+static float kth_highest(const element *logits, int64_t vocab_size, int64_t k, Candidate *heap)
+{
+    for (int64_t i = 0; i < k; i++)
+        heap[i] = (Candidate){-widen(logits[i]), 0};
+    make_heap(heap, k);
+    for (int64_t start = k; start < vocab_size; start += STRETCH) {
+        const int64_t count = min_long(STRETCH, vocab_size - start);
+        if (!any_from(logits + start, count, -heap->logit))
+            continue;
+        for (int64_t i = start; i < start + count; i++)
+            if (widen(logits[i]) > -heap->logit) {
+                heap->logit = -widen(logits[i]);
+                sift_down(heap, k, 0);
             }
-        const int64_t start = stretch * STRETCH, end = min_long(start + STRETCH, vocab_size);
-        cumulative = before;
-        for (int64_t i = start; i < end && cumulative <= target; i += LANES) {
-            const vec some = exp_nonpositive((load_logits(x + i, end - i) - highest) * factor);
-            for (int lane = 0; lane < LANES && cumulative <= target; lane++)
-                if (some[lane] > 0) {
-                    found = i + lane;
-                    cumulative += some[lane];
-                }
+    }
+    return -heap->logit;
+}
+
+/* The first token, in their order, whose cumulative weight exceeds `uniform` of the whole. */
+static int64_t draw_of_all(const element *logits, int64_t vocab_size, float highest, float factor, double uniform)
+{
+    double weights[(vocab_size + STRETCH - 1) / STRETCH], target = 0;
+    for (int64_t i = 0; i * STRETCH < vocab_size; i++) {
+        const int64_t count = min_long(STRETCH, vocab_size - i * STRETCH);
+        weights[i] = weight_of(logits + i * STRETCH, count, highest, factor, -INFINITY);
+        target += weights[i];
+    }
+    target *= uniform;
+    double before = 0, cumulative = 0;
+    int64_t stretch = 0, found = 0;
+    for (int64_t i = 0; i * STRETCH < vocab_size && cumulative <= target; i++)
+        if (weights[i] > 0) {
+            stretch = i;
+            before = cumulative;
+            cumulative += weights[i];
         }
-        token_ids[row] = found;
+    cumulative = before;
+    const int64_t end = min_long((stretch + 1) * STRETCH, vocab_size);
+    for (int64_t i = stretch * STRETCH; i < end && cumulative <= target; i += LANES) {
+        const vec some = exp_nonpositive((load_logits(logits + i, end - i) - highest) * factor);
+        for (int lane = 0; lane < LANES && cumulative <= target; lane++)
+            if (some[lane] > 0) {
+                found = i + lane;
+                cumulative += some[lane];
+            }
+    }
+    return found;
+}
+
+/* The same of the tokens that the filters leave, the most likely ones first. */
+static int64_t draw_of_some(const element *logits, int64_t vocab_size, float highest, float factor, double uniform,
+                            int64_t top_k, double top_p, double min_p, Candidate *candidates)
+{
+    float least = -INFINITY; /* logits below are not kept */
+    double mass = 0;         /* of what min_p and top_k keep */
+    if (min_p > 0)
+        least = highest + logf(min_p) / factor;
+    if (top_k < vocab_size) {
+        const float kth = kth_highest(logits, vocab_size, top_k, candidates);
+        least = kth > least ? kth : least;
+    } else {
+        for (int64_t i = 0; i < vocab_size; i += STRETCH)
+            mass += weight_of(logits + i, min_long(STRETCH, vocab_size - i), highest, factor, least);
+        if (top_p < 1) { /* top_p is reached before tokens that, all together, weigh less than the rest */
+            const float reached = highest + logf((1 - top_p) * mass / vocab_size) / factor;
+            least = reached > least ? reached : least;
+        }
+    }
+    int64_t size = 0;
+    for (int64_t start = 0; start < vocab_size; start += STRETCH) {
+        const int64_t count = min_long(STRETCH, vocab_size - start);
+        if (!any_from(logits + start, count, least))
+            continue;
+        for (int64_t i = start; i < start + count; i++)
+            if (widen(logits[i]) >= least)
+                candidates[size++] = (Candidate){widen(logits[i]), i};
+    }
+    if (top_k < vocab_size)
+        for (int64_t i = 0; i < size; i++)
+            mass += expf((candidates[i].logit - highest) * factor);
+
+    /* The most likely first, from the end of the array backwards, until top_p is reached or the draw is decided. */
+    const double limit = mass * (top_p < 1 ? top_p : uniform);
+    double cumulative = 0;
+    int64_t left = size, found = 0;
+    make_heap(candidates, size);
+    while (left > 0 && (top_p < 1 ? cumulative < limit : cumulative <= limit)) {
+        const Candidate next = candidates[0];
+        const float weight = expf((next.logit - highest) * factor);
+        candidates[0] = candidates[--left];
+        sift_down(candidates, left, 0);
+        candidates[left] = next;
+        cumulative += weight;
+        if (weight > 0)
+            found = next.token_id;
+    }
+    if (top_p >= 1)
+        return found;
+    const double target = uniform * cumulative;
+    cumulative = 0;
+    for (int64_t i = size - 1; i >= left && cumulative <= target; i--) {
+        const float weight = expf((candidates[i].logit - highest) * factor);
+        cumulative += weight;
+        if (weight > 0)
+            found = candidates[i].token_id;
+    }
+    return found;
+}
+
+/*
+ * A token of each of some rows of logits, drawn with probability proportional to exp(logit / temperature) from what is
+ * kept: weights of at least min_p times the highest, of these the top_k highest, of these those that top_p takes.
+ */
+void draw(const element *logits,    /* [.., vocab_size] */
+          const float *maxima,      /* [..] the highest of each of these rows */
+          const int64_t *places,    /* [num_rows] which of them */
+          const float *temperature, /* [num_rows], and so are the others */
+          const double *uniform, const int64_t *top_k, const double *top_p, const double *min_p,
+          Candidate *scratch, /* [num_threads, vocab_size] */
+          int64_t *token_ids, int64_t num_rows, int64_t vocab_size, int num_threads)
+{
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_rows * vocab_size >= PARALLEL_FROM)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const element *x = logits + places[row] * vocab_size;
+        const float highest = maxima[places[row]], factor = 1.0f / temperature[row];
+        if (top_k[row] < vocab_size || top_p[row] < 1 || min_p[row] > 0)
+            token_ids[row] = draw_of_some(x, vocab_size, highest, factor, uniform[row], top_k[row], top_p[row],
+                                          min_p[row], scratch + omp_get_thread_num() * vocab_size);
+        else
+            token_ids[row] = draw_of_all(x, vocab_size, highest, factor, uniform[row]);
     }
 }

@@ -25,6 +25,7 @@ from blendserve.models import default_cache_dir
 
 if TYPE_CHECKING:
     from blendserve.engines.native.model import RMSNorm
+    from blendserve.engines.native.sampler import Draws
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILE_FLAGS = (
@@ -110,7 +111,7 @@ class Kernels:
             "add_rms_norm": [*[pointer] * 4, size, size, ctypes.c_float, ctypes.c_int],
             "silu_mul": [pointer, pointer, size, size, ctypes.c_int],
             "argmax": [*[pointer] * 4, size, size, ctypes.c_int],
-            "draw": [*[pointer] * 6, size, size, ctypes.c_int],
+            "draw": [*[pointer] * 10, size, size, ctypes.c_int],
         }
         for name, types in arguments.items():
             function = getattr(library, name)
@@ -149,17 +150,17 @@ class Kernels:
         self._library.argmax(logits.data_ptr(), *outputs, *logits.shape, torch.get_num_threads())
         return token_ids, is_valid, maxima
 
-    def draw(
-        self, logits: Tensor, places: Tensor, temperature: Tensor, uniform: Tensor, maxima: Tensor
-    ) -> Tensor:
+    def draw(self, logits: Tensor, maxima: Tensor, draws: Draws) -> Tensor:
         """See `TokenOps.draw`."""
-        token_ids = torch.empty(len(places), dtype=torch.int64)
-        inverse = 1.0 / temperature
-        tensors = (logits, places, inverse, uniform, maxima, token_ids)
+        num_threads = torch.get_num_threads()
+        token_ids = torch.empty(len(draws.places), dtype=torch.int64)
+        scratch = torch.empty(num_threads, draws.vocab_size, dtype=torch.int64)
+        columns = (draws.places, draws.temperature, draws.uniform, draws.top_k, draws.top_p, draws.min_p)
         self._library.draw(
-            *(tensor.data_ptr() for tensor in tensors),
-            *(len(places), logits.shape[1]),
-            torch.get_num_threads(),
+            *(logits.data_ptr(), maxima.data_ptr()),
+            *(column.ctypes.data for column in columns),
+            *(scratch.data_ptr(), token_ids.data_ptr()),
+            *(len(token_ids), draws.vocab_size, num_threads),
         )
         return token_ids
 
