@@ -1,7 +1,7 @@
 """Many random requests on a pool that is far too small: what each gets is what it gets alone.
 
-Prefixes are shared, prompts computed in chunks, sequences retracted and recomputed, blocks reused over and over;
-lengths are not known beforehand. `--stress-requests 100000` makes a long run of it.
+Prefixes are shared, prompts computed in chunks, sequences retracted and recomputed, blocks reused over and over; every
+eighth request is longer than it says. `--stress-requests 100000` makes a long run of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ from blendserve.tokens import PromptTokens
 from tests.workload import COST_MODEL
 
 VOCAB = 512
-BLOCK_SIZE = 4
-NUM_BLOCKS = 22
+BLOCK_SIZE = 2
+NUM_BLOCKS = 44
 MAX_PROMPT = 45
-MAX_TOKENS = 12
+MAX_TOKENS = 30
 SOMETIMES = tuple(range(0, VOCAB, 7))
 """tokens that end a request: one in seven"""
 PARAMS = [
@@ -52,12 +52,14 @@ def random_requests(count: int, seed: int) -> RequestTable:
     for _ in range(count):
         prefix = prefixes[rng.integers(len(prefixes))] if rng.random() < 0.7 else []
         prompts.append([*prefix, *rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()])
+    is_long = rng.random(count) < 0.125
+    max_tokens = np.where(is_long, rng.integers(16, MAX_TOKENS + 1, count), rng.integers(1, 6, count))
     return RequestTable(
         tokens=PromptTokens.from_lists(prompts),
-        max_tokens=rng.integers(1, MAX_TOKENS + 1, count).astype(np.int32),
-        declared_tokens=np.zeros(count, np.int32),
+        max_tokens=max_tokens.astype(np.int32),
+        declared_tokens=np.ones(count, np.int32),
         params=PARAMS,
-        params_index=rng.integers(0, len(PARAMS), count).astype(np.int32),
+        params_index=np.where(is_long, 0, rng.integers(0, len(PARAMS), count)).astype(np.int32),
         seeds=rng.integers(0, 2**63, count).astype(np.uint64),
     )
 
@@ -136,7 +138,7 @@ def is_tie(executor: TorchExecutor, requests: RequestTable, request: int, found:
 
 @pytest.mark.parametrize(
     ("policy", "backend", "share"),
-    [("blend", "auto", 0.3), ("dual-scan", "auto", 0.3), ("random", "auto", 0.3), ("fcfs", "torch", 0.1)],
+    [("blend", "auto", 0.35), ("dual-scan", "auto", 0.3), ("random", "auto", 0.3), ("fcfs", "torch", 0.05)],
 )
 def test_every_request_gets_what_it_gets_alone(
     folder: Path, request: pytest.FixtureRequest, policy: str, backend: str, share: float
@@ -144,7 +146,7 @@ def test_every_request_gets_what_it_gets_alone(
     count = int(share * request.config.getoption("--stress-requests"))
     requests = random_requests(count, seed=int(100 * share) + len(policy))
     completions, counts = together(folder, requests, policy, backend)
-    assert counts["retracted"] > count // 50, counts
+    assert counts["retracted"] >= max(1, count // 150), counts
     assert counts["cached"] > count, counts
     executor = open_executor(folder, -(-(MAX_PROMPT + MAX_TOKENS) // BLOCK_SIZE), backend)
     expected = list(alone(executor, requests))
