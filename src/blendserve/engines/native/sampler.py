@@ -124,8 +124,15 @@ class Draws:
 
     def take(self, chosen: NDArray[Any]) -> Draws:
         """Some of them, by index or mask."""
-        columns = (self.places, self.temperature, self.uniform, self.top_k, self.top_p, self.min_p)
-        return Draws(*(column[chosen] for column in columns), self.vocab_size)  # type: ignore[arg-type]
+        return Draws(
+            self.places[chosen],
+            self.temperature[chosen],
+            self.uniform[chosen],
+            self.top_k[chosen],
+            self.top_p[chosen],
+            self.min_p[chosen],
+            self.vocab_size,
+        )
 
 
 class TokenOps(Protocol):
