@@ -155,7 +155,8 @@ class Native:
         from blendserve.engines.native import executor as module
         from blendserve.engines.native.model import Linear
 
-        model, attention = self.executor._loaded  # type: ignore[misc]
+        assert self.executor._loaded is not None
+        model, attention = self.executor._loaded[:2]
         spent: dict[str, float] = defaultdict(float)
         kinds = {id(model.head): "lm_head"}
         for layer in model.layers:
