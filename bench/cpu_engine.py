@@ -317,7 +317,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended with code {self._process.wait()}; see above")
+            raise RuntimeError(f"{self.name} ended with code {self._process.wait()}; see above")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -549,7 +549,11 @@ def main() -> None:
     try:
         for engine in engines:
             python = sys.executable if engine == "native" else arguments.vllm_python
-            workers.append(Worker(python, {**options, "engine": engine}, arguments.preload))
+            try:
+                workers.append(Worker(python, {**options, "engine": engine}, arguments.preload))
+            except (OSError, RuntimeError) as error:
+                print(f"going on without {engine}: {error}", file=sys.stderr)
+                continue
             print(f"{engine}: {workers[-1].facts}", file=sys.stderr)
         machine["engines"] = {worker.name: worker.facts for worker in workers}
         if "engines" in parts:
