@@ -35,6 +35,13 @@ LLAMA3_ROPE = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option for long runs by hand."""
+    parser.addoption(
+        "--stress-requests", type=int, default=2000, help="requests of tests/unit/native/test_stress.py"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> Iterator[None]:
     """Whoever starts the tests in the background of a shell script has them, and their processes, ignore SIGINT."""

@@ -309,8 +309,8 @@ class VLLMEngine:
                     (request, result.num_output_tokens if isinstance(result, Completion) else None)
                     for request, result in results
                 ]
-                expected = window.finish(lengths, time.perf_counter() - started_s, num_steps)
-                for (_, result), output_tokens_est in zip(results, expected, strict=True):
+                estimates = window.finish(lengths, time.perf_counter() - started_s, num_steps)
+                for (_, result), output_tokens_est in zip(results, estimates, strict=True):
                     if isinstance(result, Completion):
                         result.output_tokens_est = output_tokens_est
                 now_s = time.perf_counter()

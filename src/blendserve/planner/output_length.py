@@ -57,7 +57,7 @@ class OutputLengthEstimator:
         self._finished_by_leaf[rank] = 1.0
         self.num_finished += len(requests)
 
-    def forget_declared(self, requests: Ints) -> None:
+    def forget_declared(self, requests: NDArray[np.integer]) -> None:
         """Declared lengths of these say nothing."""
         self._declared[requests] = 0.0
 

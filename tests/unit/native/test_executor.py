@@ -209,6 +209,57 @@ def test_the_cache_is_sized_in_bytes(folder: Path, monkeypatch: pytest.MonkeyPat
     assert TorchExecutor(folder, None, cost_model=COST_MODEL, block_size=16).num_blocks == 128
 
 
+def test_what_does_not_fit_into_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 layers of 64 x (64 + 2 x 32 + 64) + 3 x 64 x 128, embedding and head of 512 x 64: 139264 weights
+    weights = 139_264 * 4
+    monkeypatch.setattr(executor_module, "available_memory", lambda: weights + 200_000)
+    fitting = TorchExecutor(folder, None, cost_model=COST_MODEL, block_size=16, kv_cache_memory=200_000)
+    assert fitting.num_blocks == 24
+    with pytest.raises(ConfigError, match="lower --kv-cache-memory to at most 200000, or leave it out"):
+        TorchExecutor(folder, None, cost_model=COST_MODEL, block_size=16, kv_cache_memory=200_001)
+    monkeypatch.setattr(executor_module, "available_memory", lambda: weights - 1)
+    with pytest.raises(
+        ConfigError, match=r"weights take .* as float32, but .* available; use --dtype bfloat16"
+    ):
+        TorchExecutor(folder, None, cost_model=COST_MODEL)
+    monkeypatch.setattr(executor_module, "available_memory", lambda: None)
+    assert TorchExecutor(folder, None, cost_model=COST_MODEL, kv_cache_memory=1 << 20).num_blocks == 64
+
+
+def test_threads_are_no_more_than_the_container_grants(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        for quota, given, expected in (
+            (None, None, 4),
+            (2.5, None, 2),
+            (0.5, None, 1),
+            (16.0, None, 4),
+            (1.0, 3, 3),
+        ):
+            torch.set_num_threads(4)
+            monkeypatch.setattr(executor_module, "core_quota", lambda quota=quota: quota)
+            TorchExecutor(folder, None, cost_model=COST_MODEL, num_blocks=1, num_threads=given)
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_prompt_may_fill_the_context(folder: Path) -> None:
+    """All 512 positions but one: computed in chunks, with one token of output."""
+    prompt = np.random.default_rng(0).integers(3, 500, 511).tolist()
+    for backend in ("auto", "torch"):
+        executor = TorchExecutor(
+            folder, None, cost_model=COST_MODEL, num_blocks=32, block_size=16, attention_backend=backend
+        )
+        assert executor.max_model_len == 512
+        driver = Driver(executor, table([GREEDY], [prompt]), num_slots=1)
+        driver.tables = np.arange(32, dtype=np.int32)[None]
+        driver.slot_of[0] = 0
+        [result] = driver.finish(chunk=100).values()
+        assert isinstance(result, Completion)
+        assert (len(result.token_ids), result.finish_reason) == (1, "length")
+
+
 def test_a_closed_executor_says_so(executor: TorchExecutor) -> None:
     driver = Driver(executor, table([GREEDY]))
     driver.admit(0, 0)

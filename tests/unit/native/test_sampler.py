@@ -1,15 +1,40 @@
 """Sampling against exact filtered probabilities, and its independence of the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from blendserve.engines.native import sampler
-from blendserve.engines.native.sampler import SamplingRow, choose, sample, uniforms
+from blendserve.engines.native import kernels, sampler
+from blendserve.engines.native.sampler import (
+    TORCH_TOKEN_OPS,
+    Draws,
+    SamplingRow,
+    TokenOps,
+    choose,
+    sample,
+    uniforms,
+)
 from blendserve.request import SamplingParams
 
 VOCAB = 1000
+
+
+@pytest.fixture(params=["torch", *kernels.variants_of_this_cpu()])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TokenOps:
+    """Torch, and the C kernels in every variant that this CPU can run."""
+    return token_ops(request.param, torch.float32, monkeypatch)
+
+
+def token_ops(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> TokenOps:
+    if name == "torch":
+        return TORCH_TOKEN_OPS
+    monkeypatch.setenv(kernels.CHOICE_VARIABLE, name)
+    loaded = kernels.load_kernels(dtype)
+    assert loaded is not None
+    return loaded
 
 
 def some_logits(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -29,11 +54,18 @@ def exact_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     return probabilities / probabilities.sum()
 
 
-def draw(logits: Tensor, params: SamplingParams, seed: int, count: int, chunk: int = 2000) -> np.ndarray:
+def draw(
+    logits: Tensor,
+    params: SamplingParams,
+    seed: int,
+    count: int,
+    chunk: int = 2000,
+    ops: TokenOps = TORCH_TOKEN_OPS,
+) -> np.ndarray:
     tokens: list[int] = []
     for start in range(0, count, chunk):
         rows = [SamplingRow(params, seed, start + i) for i in range(chunk)]
-        tokens += sample(logits.expand(chunk, -1).clone(), rows).token_ids
+        tokens += sample(logits.expand(chunk, -1).clone(), rows, ops).token_ids
     return np.array(tokens)
 
 
@@ -52,11 +84,11 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_tokens_follow_the_filtered_distribution(params: SamplingParams) -> None:
+def test_tokens_follow_the_filtered_distribution(params: SamplingParams, ops: TokenOps) -> None:
     logits = some_logits()
     probabilities = exact_probabilities(logits[0], params).numpy()
     count = 20_000
-    tokens = draw(logits, params, seed=7, count=count)
+    tokens = draw(logits, params, seed=7, count=count, ops=ops)
     observed = np.bincount(tokens, minlength=VOCAB)
     assert not observed[probabilities == 0].any(), "a token that the filter removes was drawn"
     # Chi-square over the tokens expected at least 5 times, the rest as one.
@@ -91,7 +123,7 @@ def test_seeds_of_64_bits() -> None:
     assert ((numbers >= 0) & (numbers < 1)).all()
 
 
-def test_tokens_do_not_depend_on_the_batch() -> None:
+def test_tokens_do_not_depend_on_the_batch(ops: TokenOps) -> None:
     """Alone, among rows with other filters, in any order: the same token."""
     num_rows = 60
     logits = some_logits(num_rows)
@@ -100,11 +132,11 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
         SamplingRow([*FILTERS, SamplingParams(temperature=0.0)][i % 11], seed=i // 3, position=i % 5)
         for i in range(num_rows)
     ]
-    together = sample(logits.clone(), rows).token_ids
-    alone = [sample(logits[i : i + 1].clone(), [rows[i]]).token_ids[0] for i in range(num_rows)]
+    together = sample(logits.clone(), rows, ops).token_ids
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]], ops).token_ids[0] for i in range(num_rows)]
     assert together == alone
     order = np.random.default_rng(0).permutation(num_rows).tolist()
-    shuffled = sample(logits[order], [rows[i] for i in order]).token_ids
+    shuffled = sample(logits[order], [rows[i] for i in order], ops).token_ids
     assert shuffled == [together[i] for i in order]
 
 
@@ -177,19 +209,81 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     "params", [SamplingParams(temperature=0.0), SamplingParams(logprobs=3), SamplingParams(top_p=0.5)]
 )
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_broken_logits_are_reported_and_harm_no_other_row(params: SamplingParams, poison: float) -> None:
+def test_broken_logits_are_reported_and_harm_no_other_row(
+    params: SamplingParams, poison: float, ops: TokenOps
+) -> None:
     logits = some_logits(3)
     rows = [SamplingRow(params, 0, i) for i in range(3)]
-    healthy = sample(logits.clone(), rows)
+    healthy = sample(logits.clone(), rows, ops)
     logits[1, 17] = poison
-    token_ids, _, is_valid = sample(logits, rows)
+    token_ids, _, is_valid = sample(logits, rows, ops)
     assert is_valid == [True, False, True]
     assert (token_ids[0], token_ids[2]) == (healthy.token_ids[0], healthy.token_ids[2])
 
 
-def test_a_row_without_any_finite_logit_is_broken() -> None:
+def test_a_row_without_any_finite_logit_is_broken(ops: TokenOps) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
-    assert sample(logits, [SamplingRow(SamplingParams(), 0, 0)]).is_valid == [False]
+    assert sample(logits, [SamplingRow(SamplingParams(), 0, 0)], ops).is_valid == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", kernels.variants_of_this_cpu())
+@pytest.mark.parametrize("vocab", [3, 512, 1025, 49152])
+def test_the_kernels_choose_as_torch_does(
+    vocab: int, variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = token_ops(variant, dtype, monkeypatch)
+    logits = some_logits(9, vocab=vocab).to(dtype)
+    logits[1] = logits[1].round()  # ties
+    logits[2, vocab // 2] = torch.nan
+    logits[3, vocab - 1] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, : vocab - 1] = -torch.inf
+    token_ids, is_valid, maxima = ops.highest(logits)
+    expected_ids, expected_valid, expected_maxima = TORCH_TOKEN_OPS.highest(logits)
+    assert is_valid.tolist() == expected_valid.tolist()
+    assert torch.equal(maxima[is_valid], expected_maxima[is_valid])
+    first = [int((row == row.max()).nonzero()[0]) for row in logits[is_valid]]
+    assert token_ids[is_valid].tolist() == first
+    if dtype == torch.float32:
+        assert first == expected_ids[is_valid].tolist()
+
+    rows = [SamplingRow(SamplingParams(temperature=temperature), 0, 0) for temperature in (0.1, 1.0, 10.0)]
+    draws = Draws.of([*rows, *rows, *rows], vocab)
+    assert draws is not None
+    sound = np.array([0, 1, 5, 6, 7, 8, 8, 0, 5])
+    uniform = np.array([0.5, 0.25, 0.9, 0.999999, 0.3, 0.0, 0.77, 1 - 2.0**-53, 0.0])
+    draws = replace(draws, places=sound, uniform=uniform)
+    for place, token_id, temperature, number in zip(
+        sound.tolist(), ops.draw(logits, maxima, draws).tolist(), draws.temperature, uniform, strict=True
+    ):
+        weights = ((logits[place].double() - maxima[place].double()) / temperature).exp()
+        assert weights[token_id] > 0
+        cumulative = (weights / weights.sum()).cumsum(0)
+        before = cumulative[token_id] - weights[token_id] / weights.sum()
+        assert before - 1e-6 <= number <= cumulative[token_id] + 1e-6
+
+
+@pytest.mark.parametrize("variant", kernels.variants_of_this_cpu())
+@pytest.mark.parametrize(
+    ("sharpness", "dtype"),
+    [(0.3, torch.float32), (3.0, torch.float32), (20.0, torch.float32), (3.0, torch.bfloat16)],
+)
+def test_the_kernels_filter_as_torch_does(
+    sharpness: float, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat and peaked distributions, and ties in bf16, under all filters."""
+    ops = token_ops(variant, dtype, monkeypatch)
+    logits = (some_logits(300, vocab=3001) / 3 * sharpness).to(dtype)
+    logits[:, 7] = -torch.inf
+    rows = [SamplingRow(FILTERS[i % len(FILTERS)], seed=i, position=i % 3) for i in range(len(logits))]
+    draws = Draws.of(rows, logits.shape[1])
+    assert draws is not None
+    maxima = logits.float().amax(-1)
+    found, expected = (some.draw(logits.clone(), maxima, draws) for some in (ops, TORCH_TOKEN_OPS))
+    # Where the numbers fall on the border of two tokens, rounding decides; and which of equally likely tokens are the
+    # last of `top_k` is not torch's to say.
+    assert (found == expected).float().mean() > 0.98
 
 
 @pytest.mark.parametrize(

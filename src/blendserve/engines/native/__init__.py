@@ -75,7 +75,8 @@ def open_executor(
     """
     # How long idle OpenMP threads spin; read when torch loads its runtime. The default of some milliseconds keeps the
     # cores from the very threads that are waited for as soon as anything else runs; the gaps of a step are shorter.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     from blendserve.engines.native.executor import TorchExecutor
 
     size, device = config.tensor_parallel_size, resolve_device(config.device)

@@ -10,7 +10,6 @@ of the same step fills.
 from __future__ import annotations
 
 import copy
-import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -163,9 +162,9 @@ def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend
                 f"256, not {shape.head_dim} and {shape.block_size}; use --block-size 64, or --device cpu"
             )
         return TritonAttention(shape, rope)
-    library = kernels.load_kernels(shape.dtype) if KernelAttention.covers(shape) else None
-    if library is not None:
-        return KernelAttention(shape, rope, library)
+    loaded = kernels.load_kernels(shape.dtype) if KernelAttention.covers(shape) else None
+    if loaded is not None:
+        return KernelAttention(shape, rope, loaded)
     if backend == "c":
         raise EngineError(f"the C attention kernels are not available for {shape}; use the torch backend")
     return TorchAttention(shape, rope)
@@ -291,10 +290,10 @@ class TorchAttention(PagedAttention):
 class KernelAttention(PagedAttention):
     """The kernels of `kernels.c`, where the layout of the cache is described."""
 
-    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor], library: ctypes.CDLL) -> None:
+    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor], loaded: kernels.Kernels) -> None:
         super().__init__(shape, rope)
         self.cosine, self.sine = self.cosine.contiguous(), self.sine.contiguous()
-        self._library = library
+        self._kernels = loaded
         size = shape.num_kv_heads * shape.head_dim * shape.block_size
         self.keys = [_allocate(shape.num_blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)]
         self.values = [_allocate(shape.num_blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)]
@@ -303,7 +302,9 @@ class KernelAttention(PagedAttention):
     @staticmethod
     def covers(shape: KVShape) -> bool:
         """Whether the kernels can serve this shape."""
-        return shape.head_dim % 16 == 0 and shape.head_dim <= 256 and shape.heads_per_kv_head <= ROWS_PER_ITEM
+        are_heads_covered = shape.head_dim % 16 == 0 and shape.head_dim <= 256
+        pair = 2 if shape.dtype == torch.bfloat16 else 1  # PAIR in kernels.c
+        return are_heads_covered and shape.block_size % pair == 0 and shape.heads_per_kv_head <= ROWS_PER_ITEM
 
     def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:  # noqa: ARG002
         """See `PagedAttention.begin`."""
@@ -340,7 +341,7 @@ class KernelAttention(PagedAttention):
         tensors = (qkv, self.cosine, self.sine, self.keys[layer], self.values[layer])
         assert qkv.is_contiguous()
         assert qkv.dtype == self.shape.dtype
-        self._library.rope_and_store(self._shape, self._step, *(tensor.data_ptr() for tensor in tensors))
+        self._kernels.rope_and_store(self._shape, self._step, *(tensor.data_ptr() for tensor in tensors))
 
     def attend(self, layer: int, qkv: Tensor, out: Tensor | None = None, rows: Rows = "all") -> Tensor:
         """See `PagedAttention.attend`."""
@@ -352,7 +353,7 @@ class KernelAttention(PagedAttention):
             items = (self._items[0][is_wanted], self._items[1][is_wanted])
             step = self._make_step(items)
         tensors = (qkv, self.keys[layer], self.values[layer], output)
-        self._library.paged_attention(
+        self._kernels.paged_attention(
             self._shape, step, self.scale, *(tensor.data_ptr() for tensor in tensors)
         )
         return output

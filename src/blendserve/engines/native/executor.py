@@ -27,11 +27,13 @@ from blendserve.cost_model import CostModel, Partition
 from blendserve.engines.batching import StepResult
 from blendserve.engines.native.attention import Backend, KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.device import upload
+from blendserve.engines.native.kernels import Kernels, load_kernels
+from blendserve.engines.native.limits import available_memory, core_quota
 from blendserve.engines.native.model import LayerOps, LlamaModel, ModelConfig, TorchOps
 from blendserve.engines.native.output import Detokenizer, RequestOutput
 from blendserve.engines.native.overlap import Lanes, OverlappedModel, open_lanes
 from blendserve.engines.native.parallel import Leader, Ranks
-from blendserve.engines.native.sampler import Choice, SamplingRow, choose
+from blendserve.engines.native.sampler import TORCH_TOKEN_OPS, Choice, SamplingRow, TokenOps, choose
 from blendserve.errors import ConfigError, EngineDiedError, EngineError
 from blendserve.request import Failure, RequestTable, Result
 from blendserve.scheduling.batch import Batch
@@ -70,7 +72,7 @@ class TorchExecutor:
         num_blocks: blocks of the KV cache; None for as many as `kv_cache_memory` holds.
         block_size: tokens per block.
         max_model_len: longest sequence; None for what the model allows.
-        num_threads: None for torch's choice.
+        num_threads: None for a thread per core, or fewer where the container grants less.
         attention_backend: "auto" for Triton on a GPU, and on a CPU for the C kernels where they can be had.
         late_results: whether tokens are taken while the next step runs, see above; None: on a GPU.
         ranks: that this executor is one of, see `parallel.open_parallel`; sizes of the KV cache are a rank's.
@@ -79,7 +81,8 @@ class TorchExecutor:
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
-        ConfigError: there is no such device, or the KV cache cannot hold a single block.
+        ConfigError: there is no such device, weights and KV cache do not fit into memory, or the KV cache cannot hold
+            a single block.
     """
 
     name = "native"
@@ -105,8 +108,7 @@ class TorchExecutor:
         overlap: Literal["auto", "off"] = "auto",
         lanes: Mapping[Partition, Lanes] | None = None,
     ) -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads or _default_num_threads())
         self.cost_model = cost_model
         self.block_size = block_size
         self._tokenizer = tokenizer
@@ -115,11 +117,17 @@ class TorchExecutor:
         self._is_late = device == "cuda" if late_results is None else late_results
         backend = _resolve_backend(attention_backend, device)
         config = ModelConfig.from_folder(folder, max_model_len)
-        ops = _layer_ops(backend)
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        ops = _layer_ops(backend, torch_dtype)
+        self._token_ops: TokenOps = ops if isinstance(ops, Kernels) else TORCH_TOKEN_OPS
+        if device == "cpu":
+            _check_memory(
+                config if ranks is None else config.of_rank(ranks.size), torch_dtype, kv_cache_memory
+            )
         if load_format == "dummy":
-            model = LlamaModel.dummy(config, getattr(torch, dtype), self._device, ops, ranks)
+            model = LlamaModel.dummy(config, torch_dtype, self._device, ops, ranks)
         else:
-            model = LlamaModel.load(folder, config, getattr(torch, dtype), self._device, ops, ranks)
+            model = LlamaModel.load(folder, config, torch_dtype, self._device, ops, ranks)
         shape = KVShape(
             num_layers=config.num_layers,
             num_heads=model.config.num_heads,
@@ -284,7 +292,7 @@ class TorchExecutor:
         choices: list[Choice] = []
         done = 0
         for logits in model.logits(hidden):
-            choices.append(choose(logits, sampling_rows[done : done + len(logits)]))
+            choices.append(choose(logits, sampling_rows[done : done + len(logits)], self._token_ops))
             choices[-1].download()
             done += len(logits)
         if not choices:
@@ -417,12 +425,43 @@ def _resolve_backend(backend: Backend, device: Literal["cpu", "cuda"]) -> Backen
     return "triton"
 
 
-def _layer_ops(backend: Backend) -> LayerOps:
+def _layer_ops(backend: Backend, dtype: torch.dtype) -> LayerOps:
     if backend == "triton":
         from blendserve.engines.native.triton_backend import TritonOps
 
         return TritonOps()
-    return TorchOps()
+    loaded = None if backend == "torch" else load_kernels(dtype)
+    return TorchOps() if loaded is None else loaded
+
+
+def _default_num_threads() -> int:
+    quota = core_quota()
+    return torch.get_num_threads() if quota is None else max(1, min(torch.get_num_threads(), int(quota)))
+
+
+def _check_memory(config: ModelConfig, dtype: torch.dtype, kv_cache_memory: int | None) -> None:
+    """Refuse what would have the system swap or kill.
+
+    Raises:
+        ConfigError: weights, and the KV cache if its size is given, are more than the memory that is available.
+    """
+    available = available_memory()
+    weights = config.num_matrix_weights * dtype.itemsize
+    if available is None or weights + (kv_cache_memory or 0) <= available:
+        return
+    found = f"the weights take {_gib(weights)} as {str(dtype).removeprefix('torch.')}"
+    if weights > available:
+        shorter = "--dtype bfloat16, " if dtype == torch.float32 else ""
+        remedy = f"use {shorter}a smaller model or a machine with more memory"
+    else:
+        assert kv_cache_memory is not None
+        found += f" and the KV cache {_gib(kv_cache_memory)}"
+        remedy = f"lower --kv-cache-memory to at most {available - weights}, or leave it out"
+    raise ConfigError(f"{found}, but {_gib(available)} of memory are available; {remedy}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 def _default_kv_memory(device: torch.device, num_ranks: int) -> int:
@@ -431,9 +470,7 @@ def _default_kv_memory(device: torch.device, num_ranks: int) -> int:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(CUDA_KV_RATIO * free_bytes)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+    available = available_memory()
+    if available is None:
         return DEFAULT_KV_BYTES // 4 // num_ranks
     return min(DEFAULT_KV_BYTES, int(DEFAULT_KV_RATIO * available)) // num_ranks

@@ -27,7 +27,7 @@ from blendserve.models import SUPPORTED_ARCHITECTURES, check_supported
 
 CPU = torch.device("cpu")
 LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""fp32 logits held at a time, by kind of device: the head runs over this much and no more"""
+"""logits held at a time, counted in fp32, by kind of device: the head runs over this much and no more"""
 WHOLE = Part(0, 1)
 DUMMY_WEIGHT_SCALE = 0.02
 """standard deviation of random weights"""
@@ -146,6 +146,13 @@ class ModelConfig:
             num_kv_heads=max(self.num_kv_heads // size, 1),
             intermediate_size=self.intermediate_size // size,
         )
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Weights that take memory: embedding and head, which are two copies also where they are one, and layers."""
+        queries, keys, values = self.qkv_sizes
+        layer = (2 * queries + keys + values + 3 * self.intermediate_size) * self.hidden_size
+        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
 
     def rope_table(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position: two tensors [max_model_len, head_dim / 2] fp32."""
@@ -501,7 +508,7 @@ class LlamaModel:
     def logits(
         self,
         hidden_states: Tensor,  # [num_rows, hidden_size]
-    ) -> Iterator[Tensor]:  # [at most rows_per_chunk, vocab_size] fp32
+    ) -> Iterator[Tensor]:  # [at most rows_per_chunk, vocab_size]
         """Logits of consecutive chunks of rows, so that a large batch never holds all of its logits at once.
 
         With ranks, rank 0 has them; the others must iterate all the same.
@@ -510,14 +517,14 @@ class LlamaModel:
             logits = self.head(hidden_states[start : start + self.rows_per_chunk])
             if self.ranks is not None:
                 logits = self.ranks.gather(logits)[:, : self.config.vocab_size]
-            yield logits.float()
+            yield logits
 
     def forward(
         self, token_ids: Tensor, layout: StepLayout, attention: PagedAttention, selected: Tensor
     ) -> Tensor:
         """Logits [num_selected, vocab_size] fp32 of one step; arguments as in `hidden_states`."""
         chunks = list(self.logits(self.hidden_states(token_ids, layout, attention, selected)))
-        return torch.cat(chunks) if chunks else torch.empty(0, self.config.vocab_size)
+        return torch.cat(chunks).float() if chunks else torch.empty(0, self.config.vocab_size)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.ranks is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -84,10 +84,107 @@ class Choice:
         return Sampled(ids, logprobs, is_valid.tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Rows to draw a token for, and how, as columns; a filter that is switched off has a neutral value."""
+
+    places: NDArray[np.int64]
+    """[num_drawn] rows of the logits"""
+    temperature: NDArray[np.float32]
+    uniform: NDArray[np.float64]
+    """in [0, 1): what decides the draw"""
+    top_k: NDArray[np.int64]
+    """the size of the vocabulary where it is off"""
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow], vocab_size: int) -> Draws | None:
+        """Of those rows that are not greedy; None if all are."""
+        places = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+        if not places:
+            return None
+        chosen = [rows[i] for i in places]
+        params = [row.params for row in chosen]
+        return cls(
+            np.array(places, np.int64),
+            np.array([p.temperature for p in params], np.float32),
+            uniforms([row.seed for row in chosen], [row.position for row in chosen]),
+            np.array([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], np.int64),
+            np.array([p.top_p for p in params], np.float64),
+            np.array([p.min_p for p in params], np.float64),
+            vocab_size,
+        )
+
+    @property
+    def is_filtered(self) -> NDArray[np.bool_]:
+        """[num_drawn] whether the token is drawn from less than the whole distribution."""
+        return (self.top_k < self.vocab_size) | (self.top_p < 1) | (self.min_p > 0)
+
+    def take(self, chosen: NDArray[Any]) -> Draws:
+        """Some of them, by index or mask."""
+        return Draws(
+            self.places[chosen],
+            self.temperature[chosen],
+            self.uniform[chosen],
+            self.top_k[chosen],
+            self.top_p[chosen],
+            self.min_p[chosen],
+            self.vocab_size,
+        )
+
+
+class TokenOps(Protocol):
+    """What choosing takes of the whole vocabulary."""
+
+    def highest(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+    ) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows] int64, bool and fp32
+        """The first most likely token of each row, whether its logits are sound, and the highest of them."""
+        ...
+
+    def draw(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size], may be overwritten
+        maxima: Tensor,  # [num_rows] fp32, see `highest`
+        draws: Draws,
+    ) -> Tensor:  # [num_drawn] int64
+        """A token of each of some rows: temperature, then min_p, then top_k, then top_p, as vLLM does."""
+        ...
+
+
+class TorchTokenOps:
+    """`TokenOps` by torch, on any device."""
+
+    def highest(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TokenOps.highest`."""
+        maxima, token_ids = logits.max(dim=-1)
+        return token_ids, maxima.isfinite(), maxima.float()
+
+    def draw(self, logits: Tensor, maxima: Tensor, draws: Draws) -> Tensor:
+        """See `TokenOps.draw`."""
+        is_filtered = draws.is_filtered
+        if not is_filtered.any():
+            return _draw_plain(logits, maxima, draws)
+        if is_filtered.all():
+            return _draw_filtered(logits, draws, NUM_CANDIDATES)
+        token_ids = torch.empty(len(draws.places), dtype=torch.int64, device=logits.device)
+        filtered, plain = upload([np.flatnonzero(is_filtered), np.flatnonzero(~is_filtered)], logits.device)
+        token_ids[filtered] = _draw_filtered(logits, draws.take(is_filtered), NUM_CANDIDATES)
+        token_ids[plain] = _draw_plain(logits, maxima, draws.take(~is_filtered))
+        return token_ids
+
+
+TORCH_TOKEN_OPS = TorchTokenOps()
+
+
 @torch.inference_mode()
 def choose(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
+    logits: Tensor,  # [num_rows, vocab_size], overwritten
     rows: Sequence[SamplingRow],
+    ops: TokenOps = TORCH_TOKEN_OPS,
 ) -> Choice:
     """Choose one token per row."""
     wanted = [row.params.logprobs for row in rows]
@@ -96,23 +193,21 @@ def choose(
     if suppressed:
         places, banned = upload(list(np.array(suppressed, dtype=np.int64).T), logits.device)
         logits[places, banned] = -torch.inf
-    highest, token_ids = logits.max(dim=-1)
-    is_valid = highest.isfinite()
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    if len(drawn) == len(rows):
-        token_ids = _draw(logits, rows)
-    elif drawn:
-        [places] = upload([np.array(drawn, dtype=np.int64)], logits.device)
-        token_ids[places] = _draw(logits[places], [rows[i] for i in drawn])
+    token_ids, is_valid, maxima = ops.highest(logits)
+    draws = Draws.of(rows, logits.shape[-1])
+    if draws is not None:
+        [places] = upload([draws.places], logits.device)
+        token_ids[places] = ops.draw(logits, maxima, draws)
     return Choice(token_ids, is_valid, raw)
 
 
 def sample(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
+    logits: Tensor,  # [num_rows, vocab_size], overwritten
     rows: Sequence[SamplingRow],
+    ops: TokenOps = TORCH_TOKEN_OPS,
 ) -> Sampled:
     """Choose one token per row, and wait for it."""
-    return choose(logits, rows).sampled()
+    return choose(logits, rows, ops).sampled()
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -129,71 +224,34 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class _Filters:
-    """Sampling parameters of several rows as columns [num_rows, 1]; switched-off filters have a neutral value."""
-
-    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
-        params = [row.params for row in rows]
-        top_k = np.array([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], np.int64)
-        top_p = np.array([p.top_p for p in params], np.float64)
-        min_p = np.array([p.min_p for p in params], np.float64)
-        is_bounded = top_k < vocab_size
-        self.is_plain: NDArray[np.bool_] = ~is_bounded & (top_p >= 1) & (min_p <= 0)
-        self.all_bounded = bool(is_bounded.all())
-        """whether every row has a `top_k`"""
-        self.widest_top_k = int(top_k[is_bounded].max(initial=0))
-        columns = upload([column[:, None] for column in (top_k, top_p, min_p)], device)
-        self.top_k, self.top_p, self.min_p = columns
-
-
-def _draw(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, overwritten
-    rows: Sequence[SamplingRow],
-) -> Tensor:  # [num_rows] int64
-    """Draw a token per row: temperature, then min_p, then top_k, then top_p, as vLLM does."""
-    device = logits.device
-    temperatures = np.array([[row.params.temperature] for row in rows], dtype=np.float32)
-    numbers = uniforms([row.seed for row in rows], [row.position for row in rows])[:, None]
-    temperature, uniform = upload([temperatures, numbers], device)
-    scaled = logits.div_(temperature)
-    filters = _Filters(rows, logits.shape[-1], device)
-    if filters.is_plain.all():
-        return _draw_plain(scaled, uniform)
-    if not filters.is_plain.any():
-        return _draw_filtered(scaled, uniform, rows, filters, NUM_CANDIDATES)
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
-    plain, filtered = np.flatnonzero(filters.is_plain), np.flatnonzero(~filters.is_plain)
-    plain_places, filtered_places = upload([plain, filtered], device)
-    token_ids[plain_places] = _draw_plain(scaled[plain_places], uniform[plain_places])
-    filtered_rows = [rows[i] for i in filtered.tolist()]
-    token_ids[filtered_places] = _draw_filtered(
-        scaled[filtered_places],
-        uniform[filtered_places],
-        filtered_rows,
-        _Filters(filtered_rows, logits.shape[-1], device),
-        NUM_CANDIDATES,
-    )
-    return token_ids
-
-
 def _draw_plain(
-    scaled: Tensor,  # [num_rows, vocab_size] fp32
-    uniform: Tensor,  # [num_rows, 1] fp64
-) -> Tensor:  # [num_rows] int64
-    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()
+    logits: Tensor,  # [num_rows, vocab_size], overwritten
+    maxima: Tensor,  # [num_rows] fp32
+    draws: Draws,
+) -> Tensor:  # [num_drawn] int64
+    """A token of each row from all tokens."""
+    columns = (draws.places, draws.temperature[:, None], draws.uniform[:, None])
+    places, temperature, uniform = upload(columns, logits.device)
+    if len(places) < len(logits):
+        logits, maxima = logits[places], maxima[places]
+    weights = logits.float().sub_(maxima[:, None]).div_(temperature).exp_()
     return _invert(weights.cumsum(-1, dtype=torch.float64), uniform)
 
 
 def _draw_filtered(
-    scaled: Tensor,  # [num_rows, vocab_size] fp32
-    uniform: Tensor,  # [num_rows, 1] fp64
-    rows: Sequence[SamplingRow],
-    filters: _Filters,  # of the rows
+    logits: Tensor,  # [num_rows, vocab_size]
+    draws: Draws,
     num_candidates: int,
-) -> Tensor:  # [num_rows] int64
+) -> Tensor:  # [num_drawn] int64
     """Filter the most likely tokens only; rows that may keep more than these start over with all tokens."""
-    vocab_size = scaled.shape[-1]
-    num_candidates = min(vocab_size, max(num_candidates, filters.widest_top_k))
+    vocab_size = draws.vocab_size
+    is_bounded = draws.top_k < vocab_size
+    all_bounded = bool(is_bounded.all())
+    num_candidates = min(vocab_size, max(num_candidates, int(draws.top_k[is_bounded].max(initial=0))))
+    columns = (draws.temperature, draws.uniform, draws.top_k, draws.top_p, draws.min_p)
+    on_device = upload((draws.places, *(column[:, None] for column in columns)), logits.device)
+    places, temperature, uniform, top_k, top_p, min_p = on_device
+    scaled = logits[places].float().div_(temperature)
     top, ids = scaled.topk(num_candidates, dim=-1)
     # Equal logits in order of their ids, whatever the number of candidates.
     ids, order = ids.sort(dim=-1)
@@ -201,31 +259,26 @@ def _draw_filtered(
     ids = ids.gather(-1, order)
 
     highest = top[:, :1]
-    weights = (top - highest).double().exp_()  # [num_rows, num_candidates], 1 for the most likely token
-    kth = weights.gather(-1, (filters.top_k - 1).clamp(max=num_candidates - 1))
-    kept = (weights >= filters.min_p) & ((weights >= kth) | (filters.top_k == vocab_size))
+    weights = (top - highest).double().exp_()  # [num_drawn, num_candidates], 1 for the most likely token
+    kth = weights.gather(-1, (top_k - 1).clamp(max=num_candidates - 1))
+    kept = (weights >= min_p) & ((weights >= kth) | (top_k == vocab_size))
     weights.mul_(kept)
     # Also the order in which sums are made is the same for every number of candidates.
     total = weights.cumsum(-1)
     mass = total[:, -1:]
-    if num_candidates < vocab_size and not filters.all_bounded:
+    if num_candidates < vocab_size and not all_bounded:
         all_weights = (scaled - highest).exp_()
-        all_weights.mul_(all_weights >= filters.min_p)
-        mass = torch.where(
-            filters.top_k == vocab_size, all_weights.sum(-1, keepdim=True, dtype=torch.float64), mass
-        )
-    kept &= total - weights < filters.top_p * mass
+        all_weights.mul_(all_weights >= min_p)
+        mass = torch.where(top_k == vocab_size, all_weights.sum(-1, keepdim=True, dtype=torch.float64), mass)
+    kept &= total - weights < top_p * mass
     weights.mul_(kept)
     token_ids = ids.gather(-1, _invert(weights.cumsum(-1), uniform)[:, None])[:, 0]
 
-    if num_candidates == vocab_size or filters.all_bounded:
+    if num_candidates == vocab_size or all_bounded:
         return token_ids
-    is_cut = kept[:, -1] & (filters.top_k[:, 0] > num_candidates)
-    cut: list[int] = is_cut.nonzero()[:, 0].tolist()
-    if cut:
-        cut_rows = [rows[i] for i in cut]
-        all_filters = _Filters(cut_rows, vocab_size, scaled.device)
-        token_ids[is_cut] = _draw_filtered(scaled[is_cut], uniform[is_cut], cut_rows, all_filters, vocab_size)
+    is_cut = (kept[:, -1] & (top_k[:, 0] > num_candidates)).cpu()
+    if is_cut.any():
+        token_ids[is_cut.to(logits.device)] = _draw_filtered(logits, draws.take(is_cut.numpy()), vocab_size)
     return token_ids
 
 
@@ -246,13 +299,13 @@ class _Logprobs:
 
     def __init__(
         self,
-        logits: Tensor,  # [num_rows, vocab_size] fp32
+        logits: Tensor,  # [num_rows, vocab_size]
         wanted: Sequence[int | None],  # [num_rows] alternatives to report, None for no log probabilities
     ) -> None:
         self._wanted = wanted
         self._rows = [i for i, num_top in enumerate(wanted) if num_top is not None]
         [self._places] = upload([np.array(self._rows, dtype=np.int64)], logits.device)
-        self._logprobs = logits[self._places].log_softmax(dim=-1)
+        self._logprobs = logits[self._places].float().log_softmax(dim=-1)
         num_top = max(num_top or 0 for num_top in wanted)
         self._top, self._top_ids = self._logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
 

@@ -1,0 +1,84 @@
+"""The C kernels of a layer against torch, in every variant that this CPU can run."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from blendserve.engines.native import kernels
+from blendserve.engines.native.model import RMSNorm, TorchOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [1, 3, 70]
+SIZES = [576, 96, 23]
+"""the last is no multiple of any vector"""
+
+
+@pytest.fixture(params=kernels.variants_of_this_cpu())
+def ops(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> dict[torch.dtype, kernels.Kernels]:
+    monkeypatch.setenv(kernels.CHOICE_VARIABLE, request.param)
+    found = {dtype: kernels.load_kernels(dtype) for dtype in DTYPES}
+    assert all(loaded is not None and loaded.variant == request.param for loaded in found.values())
+    return found  # type: ignore[return-value]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """To within the last bits of the dtype: sums are made in another order."""
+    torch.testing.assert_close(
+        found, expected, **({} if found.dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-5})
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_add_rms_norm(
+    ops: dict[torch.dtype, kernels.Kernels], num_rows: int, size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    residual, delta = (torch.randn(num_rows, size).to(dtype) for _ in range(2))
+    norm = RMSNorm(torch.randn(size).to(dtype), 1e-5)
+    ours, reference = residual.clone(), residual.clone()
+    close(ops[dtype].add_rms_norm(ours, delta, norm), TorchOps().add_rms_norm(reference, delta, norm))
+    assert torch.equal(ours, reference), "the sum that the next layer starts from is rounded alike"
+    close(ops[dtype].add_rms_norm(ours, None, norm), TorchOps().add_rms_norm(reference, None, norm))
+    assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_silu_mul(
+    ops: dict[torch.dtype, kernels.Kernels], num_rows: int, size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    gate_up = (torch.randn(num_rows, 2 * size) * 20).to(dtype)
+    gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -3e38])
+    # torch rounds silu to bf16 before it multiplies; ours has one rounding less.
+    expected = TorchOps().silu_mul(gate_up.float()).to(dtype)
+    close(ops[dtype].silu_mul(gate_up), expected)
+
+
+def test_what_is_not_a_number_stays_so(ops: dict[torch.dtype, kernels.Kernels]) -> None:
+    """And in its row."""
+    gate_up = torch.ones(2, 64)
+    gate_up[0, 40] = torch.nan
+    assert ops[torch.float32].silu_mul(gate_up).isnan().sum(1).tolist() == [1, 0]
+    norm = RMSNorm(torch.ones(64), 1e-5)
+    normalised = ops[torch.float32].add_rms_norm(gate_up[:, :64].contiguous(), None, norm)
+    assert normalised.isnan().all(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others(
+    ops: dict[torch.dtype, kernels.Kernels], dtype: torch.dtype
+) -> None:
+    x = torch.randn(300, 128).to(dtype)
+    norm = RMSNorm(torch.randn(64).to(dtype), 1e-6)
+    together = ops[dtype].silu_mul(x)
+    normalised = ops[dtype].add_rms_norm(together.clone(), None, norm)
+    for row in (0, 150, 299):
+        alone = ops[dtype].silu_mul(x[row : row + 1])
+        assert torch.equal(alone, together[row : row + 1])
+        assert torch.equal(ops[dtype].add_rms_norm(alone, None, norm), normalised[row : row + 1])
