@@ -107,6 +107,7 @@ class Window:
         self._admitted: list[int] = []
         self._withdrawn: list[int] = []
         self._held_tokens = self._staying_tokens = 0.0
+        self._counts_steps = False
         self._num_staying = 0
         self._ends = np.empty((2, max_concurrency), dtype=np.float64)
         """of requests that stay, the last to end first: tokens to generate still, and private tokens held"""
@@ -245,6 +246,7 @@ class Window:
         return float(self._pace[0] / self._pace[1])
 
     def _advance(self, now_s: float, engine_steps: int | None) -> None:
+        self._counts_steps = engine_steps is not None
         if engine_steps is None:
             self._engine_steps += (now_s - self.clock_s) / self._step_s
         else:
@@ -256,16 +258,21 @@ class Window:
         return np.clip(passed, 0, self._max_tokens[requests] - 1).astype(np.int32)
 
     def _count_memory(self) -> None:
-        """Sum up what running requests hold and will hold; those that outlive their estimate get a longer one."""
+        """Sum up what running requests hold and will hold; those that outlive their estimate get a longer one.
+
+        That a request ends in the step under way can be known only where steps are counted, and not of one that is
+        late already.
+        """
         requests = self.running_requests
         generated = self._generated(requests)
-        outlived = requests[generated >= self._expected[requests]]
+        is_late = generated >= self._expected[requests]
+        outlived = requests[is_late]
         longer = OVERRUN_FACTOR * (self._engine_steps - self._decodes_from[outlived])
         self._expected[outlived] = np.clip(longer, 1, self._max_tokens[outlived])
         held = self._own[requests] + self._empty + generated
         self._held_tokens = float(held.sum())
         left = self._expected[requests] - generated
-        stays = np.flatnonzero(left > STEPS_UNDER_WAY)
+        stays = np.flatnonzero((left > STEPS_UNDER_WAY) | is_late | (not self._counts_steps))
         last_first = stays[np.argsort(-left[stays], kind="stable")]
         self._num_staying = len(stays)
         self._staying_tokens = float(held[stays].sum())

@@ -122,6 +122,8 @@ class Kernels:
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         """See `LayerOps.add_rms_norm`."""
+        assert residual.is_contiguous()
+        assert delta is None or delta.is_contiguous()
         output = torch.empty_like(residual)
         self._library.add_rms_norm(
             residual.data_ptr(),
@@ -136,6 +138,7 @@ class Kernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `LayerOps.silu_mul`."""
+        assert gate_up.is_contiguous()
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, size)
         self._library.silu_mul(gate_up.data_ptr(), output.data_ptr(), num_rows, size, torch.get_num_threads())
@@ -147,11 +150,13 @@ class Kernels:
         is_valid = torch.empty(len(logits), dtype=torch.bool)
         maxima = torch.empty(len(logits), dtype=torch.float32)
         outputs = (tensor.data_ptr() for tensor in (token_ids, is_valid, maxima))
+        assert logits.is_contiguous()
         self._library.argmax(logits.data_ptr(), *outputs, *logits.shape, torch.get_num_threads())
         return token_ids, is_valid, maxima
 
     def draw(self, logits: Tensor, maxima: Tensor, draws: Draws) -> Tensor:
         """See `TokenOps.draw`."""
+        assert logits.is_contiguous()
         num_threads = torch.get_num_threads()
         token_ids = torch.empty(len(draws.places), dtype=torch.int64)
         scratch = torch.empty(num_threads, draws.vocab_size, dtype=torch.int64)

@@ -516,7 +516,7 @@ class LlamaModel:
         for start in range(0, len(hidden_states), self.rows_per_chunk):
             logits = self.head(hidden_states[start : start + self.rows_per_chunk])
             if self.ranks is not None:
-                logits = self.ranks.gather(logits)[:, : self.config.vocab_size]
+                logits = self.ranks.gather(logits)[:, : self.config.vocab_size].contiguous()
             yield logits
 
     def forward(
