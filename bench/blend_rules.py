@@ -127,20 +127,24 @@ def run(
     )
 
 
+def row_of(case: str, workload: Workload, report: SimulationReport) -> dict[str, Any]:
+    """What is printed of a run under `blend`."""
+    return {
+        "case": case,
+        "workload": workload.name,
+        "policy": "blend",
+        "optimum_ratio": report.optimum_ratio,
+        "recomputed_ratio": report.recomputed_ratio,
+    }
+
+
 def rules(workloads: list[Workload]) -> Iterator[dict[str, Any]]:
     """Every rule switched off, on every workload."""
     cost_model = CostModel(MODEL, BASE)
     for name, without in RULES.items():
         with without():
             for workload in workloads:
-                report = run(workload, cost_model)
-                yield {
-                    "case": name,
-                    "workload": workload.name,
-                    "policy": "blend",
-                    "optimum_ratio": report.optimum_ratio,
-                    "recomputed_ratio": report.recomputed_ratio,
-                }
+                yield row_of(name, workload, run(workload, cost_model))
 
 
 def sensitivity(workloads: list[Workload]) -> Iterator[dict[str, Any]]:
@@ -207,14 +211,7 @@ def declared(workloads: list[Workload]) -> Iterator[dict[str, Any]]:
     cost_model = CostModel(MODEL, BASE)
     for name, changes in cases.items():
         for workload in workloads:
-            report = run(workload, cost_model, **{"lengths": "known", **changes})
-            yield {
-                "case": name,
-                "workload": workload.name,
-                "policy": "blend",
-                "optimum_ratio": report.optimum_ratio,
-                "recomputed_ratio": report.recomputed_ratio,
-            }
+            yield row_of(name, workload, run(workload, cost_model, **{"lengths": "known", **changes}))
 
 
 def main() -> None:

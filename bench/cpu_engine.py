@@ -174,24 +174,24 @@ class Native:
         multiply, choose, layout = Linear.__call__, module.choose, module.StepLayout.from_batch
         operations = [(attention, "begin"), (attention, "store"), (attention, "attend")]
         operations += [(model.ops, "add_rms_norm"), (model.ops, "silu_mul")]
-        Linear.__call__ = lambda linear, x: timed(kinds[id(linear)], multiply)(linear, x)  # type: ignore[method-assign]
+        Linear.__call__ = lambda linear, x: timed(kinds[id(linear)], multiply)(linear, x)
         module.choose = timed("choose", choose)
-        module.StepLayout.from_batch = timed("layout", layout)  # type: ignore[method-assign]
+        module.StepLayout.from_batch = timed("layout", layout)
         for owner, name in operations:
             setattr(owner, name, timed(name, getattr(owner, name)))
         execute = self.executor.execute
-        self.executor.execute = timed("execute", execute)  # type: ignore[method-assign]
+        self.executor.execute = timed("execute", execute)
         try:
             began_s = time.perf_counter()
             self.run(requests)
             whole_s = time.perf_counter() - began_s
         finally:
-            Linear.__call__ = multiply  # type: ignore[method-assign]
+            Linear.__call__ = multiply
             module.choose = choose
-            module.StepLayout.from_batch = layout  # type: ignore[method-assign]
+            module.StepLayout.from_batch = layout
             for owner, name in operations:
                 delattr(owner, name)
-            del self.executor.execute  # type: ignore[method-assign]
+            del self.executor.execute
         execute_s = spent.pop("execute")
         spent["rest of the executor"] = execute_s - sum(spent.values())
         spent["plan, schedule, update"] = whole_s - execute_s

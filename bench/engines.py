@@ -261,7 +261,7 @@ class Bench:
         self._open(by)
         self._engine._engine.reset_prefix_cache()
         self._counts.reset()
-        config = JobConfig(InputConfig([str(path)]), self.config, policy=by)  # type: ignore[arg-type]
+        config = JobConfig(InputConfig([str(path)]), self.config, policy=by)
         publication = Publication(
             str(self._folder / "ours.jsonl"), None, ordered=False, errors_in_output=True
         )
@@ -366,7 +366,7 @@ class FirstComeFirstServed(Policy):
 def simulated(requests: RequestTable, by: str, cost_model: CostModel, num_blocks: int) -> dict[str, float]:
     """Seconds and counts of a run on the simulated engine; `num_blocks` can be used."""
     plan = make_plan(requests, cost_model)
-    sender = None if by == RUN_BATCH else make_policy(by, plan)  # type: ignore[arg-type]
+    sender = None if by == RUN_BATCH else make_policy(by, plan)
     executor = SimulatedExecutor(cost_model, kv_cache_tokens=num_blocks * BLOCK_SIZE)
     hardware = cost_model.hardware
     limits = SchedulerConfig(

@@ -116,7 +116,7 @@ def text(rng: Rng, count: int) -> Tokens:
 
 
 @numba.njit(cache=True)
-def write_prefixes(data, starts, prefixes, start, shared):  # type: ignore[no-untyped-def]
+def write_prefixes(data, starts, prefixes, start, shared):
     for i in range(len(starts)):
         data[starts[i] : starts[i] + shared[i]] = prefixes[start[i] : start[i] + shared[i]]
 

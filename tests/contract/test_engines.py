@@ -161,7 +161,7 @@ def a_job(request: pytest.FixtureRequest) -> MakeJob:
 def run(engine: Engine, requests: RequestTable, policy: str = "dual-scan") -> dict[int, Result]:
     plan = make_plan(requests, engine.cost_model)
     results: dict[int, Result] = {}
-    for step in engine.run(requests, make_policy(policy, plan)):  # type: ignore[arg-type]
+    for step in engine.run(requests, make_policy(policy, plan)):
         for request, result in step.results:
             assert request not in results, "two results for one request"
             results[request] = result
@@ -246,7 +246,7 @@ def test_stopping_to_iterate_stops_the_engine(open_engine: OpenEngine, a_job: Ma
     engine = open_engine()
     steps = engine.run(requests, make_policy("fcfs", make_plan(requests, engine.cost_model)))
     next(steps)
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     assert len(run(engine, requests)) == len(requests)
 
 

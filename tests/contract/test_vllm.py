@@ -38,7 +38,7 @@ def engine(roomy_vllm: Any) -> Any:
 
 def run(engine: Engine, requests: RequestTable, policy: str = "fcfs") -> dict[int, Result]:
     results: dict[int, Result] = {}
-    for step in engine.run(requests, make_policy(policy, make_plan(requests, engine.cost_model))):  # type: ignore[arg-type]
+    for step in engine.run(requests, make_policy(policy, make_plan(requests, engine.cost_model))):
         for request, result in step.results:
             assert request not in results
             results[request] = result
@@ -100,7 +100,7 @@ def test_a_shared_prefix_is_computed_once(engine: Any) -> None:
     prefix = prompts(1, 70)[0]
     requests = request_table([prefix + tail for tail in prompts(8, 5)], max_tokens=2)
     results = run(engine, requests)
-    cached = sorted(result.num_cached_tokens for result in results.values())  # type: ignore[union-attr]
+    cached = sorted(result.num_cached_tokens for result in results.values())
     assert cached[0] == 0
     assert cached[-1] == 64  # whole blocks of 32
 
@@ -139,8 +139,8 @@ def test_what_only_vllm_can_do_is_done(engine: Any, vllm_tokenizer: Tokenizer) -
     choice, only_allowed, biased, regex = (result for _, result in sorted(run(engine, requests).items()))
     assert isinstance(choice, Completion)
     assert choice.text in ("yes", "no")
-    assert set(only_allowed.token_ids) <= set(allowed)  # type: ignore[union-attr]
-    assert biased.token_ids == [4321] * 6  # type: ignore[union-attr]
+    assert set(only_allowed.token_ids) <= set(allowed)
+    assert biased.token_ids == [4321] * 6
     assert isinstance(regex, Completion)
     assert regex.text.isdecimal()
 
@@ -169,7 +169,7 @@ def test_logprobs_stop_strings_and_seeds(engine: Any) -> None:
     assert isinstance(stopped, Completion)
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stop not in stopped.text
-    assert one.token_ids == same.token_ids  # type: ignore[union-attr]
+    assert one.token_ids == same.token_ids
 
 
 def test_stop_admitting_lets_what_runs_end(engine: Any) -> None:

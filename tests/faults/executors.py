@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,13 @@ from tests.workload import COST_MODEL
 
 RAISES, KILLED, EXITS, NO_RESULT = 901, 902, 903, 904
 """first prompt tokens of requests on which a `FaultyExecutor` fails"""
+
+
+def python(code: str) -> subprocess.Popen[str]:
+    """A process that runs this code, which can import the tests; its standard output can be read."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), *sys.path))}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
 
 
 class FaultyExecutor(SimulatedExecutor):
@@ -101,5 +109,5 @@ def open_rank(
             raise RuntimeError("bad kernel")
         follow(batch)
 
-    executor.follow = faulty  # type: ignore[method-assign]
+    executor.follow = faulty
     return executor

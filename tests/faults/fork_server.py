@@ -83,7 +83,7 @@ def run(command: dict[str, Any]) -> None:
         sys.stderr.flush()
         os._exit(done.code if isinstance(done.code, int) else 1)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
     os._exit(99)
 
@@ -108,6 +108,6 @@ def answered(command: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    setup.Tokenizer = tokenizer_of  # type: ignore[assignment,misc]
+    setup.Tokenizer = tokenizer_of
     for line in sys.stdin:
         print(json.dumps(answered(json.loads(line))), flush=True)

@@ -1,8 +1,5 @@
 """An executor in a process of its own, and how its process may end."""
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -133,11 +130,7 @@ def test_the_process_ends_when_its_parent_is_killed_within_a_step(tmp_path: Path
         f"engine = open_engine(functools.partial(executors.open_slow, Path({str(pid_file)!r})))\n"
         "for step in engine.run(requests := jobs_with({}), plan(requests)): print('step', flush=True)\n"
     )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), *sys.path))}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with executors.python(code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "step\n"
         process.kill()

@@ -266,7 +266,7 @@ def test_a_job_writes_one_line_for_each_request_whatever_its_engine_does(tmp_pat
         for i in range(100)
     ]
     rows = (parse_line(number, orjson.dumps(line)) for number, line in enumerate(lines, start=1))
-    prepared = prepare(rows, TokenIds(), served_model_name="m", max_model_len=100)  # type: ignore[arg-type]
+    prepared = prepare(rows, TokenIds(), served_model_name="m", max_model_len=100)
     steps = iter(range(100_000))
 
     def fault(requests: set[int]) -> Exception | None:
@@ -279,7 +279,7 @@ def test_a_job_writes_one_line_for_each_request_whatever_its_engine_does(tmp_pat
 
     store = ResultStore(tmp_path / "out.jsonl", model="m")
     engine = SupervisedEngine(open_engine, plan, sleep=lambda _: None)
-    job = Job(prepared, engine, plan(prepared.requests), store, TokenIds(), model="m")  # type: ignore[arg-type]
+    job = Job(prepared, engine, plan(prepared.requests), store, TokenIds(), model="m")
     for _ in job.run():
         pass
     job.close()

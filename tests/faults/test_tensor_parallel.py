@@ -3,8 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,11 +97,7 @@ def test_ranks_end_when_the_first_is_killed_within_a_step(model: Path) -> None:
         f"engine, pid = open_two(functools.partial(executors.open_rank, Path({str(model)!r}), step_s=0.2))\n"
         "run(engine, lambda: print(pid, flush=True))\n"
     )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), *sys.path))}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with executors.python(code) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert is_running(pid)

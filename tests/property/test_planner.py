@@ -126,4 +126,4 @@ def test_the_plan_does_not_depend_on_how_the_file_is_ordered(prompts: list[list[
     forward = make_plan(request_table(prompts), COST_MODEL).summary()
     backward = make_plan(request_table(prompts[::-1]), COST_MODEL).summary()
     same = dict.fromkeys(("density", "compute_s", "memory_s", "sequential_s", "optimum_s"), 0.0)
-    assert replace(forward, **same) == replace(backward, **same)  # type: ignore[arg-type]
+    assert replace(forward, **same) == replace(backward, **same)

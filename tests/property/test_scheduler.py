@@ -125,7 +125,7 @@ def a_job(**changes: object) -> SmallJob:
         "free_unused_prefixes": True,
         "seed": 0,
     }
-    return SmallJob(**{**fields, **changes})  # type: ignore[arg-type]
+    return SmallJob(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -133,7 +133,7 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
 
 def options_of(command: str) -> set[str]:
     group = typer.main.get_command(app)
-    return {parameter.name for parameter in group.commands[command].params if parameter.name}  # type: ignore[attr-defined]
+    return {parameter.name for parameter in group.commands[command].params if parameter.name}
 
 
 @pytest.mark.parametrize(

@@ -268,21 +268,21 @@ def test_arguments_that_cannot_be_honoured(llm: LLM) -> None:
     hello = [{"role": "user", "content": "Hi"}]
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("lora_request", lambda: llm.generate("a", GREEDY, lora_request=object())),
-        ("priority", lambda: llm.generate("a", GREEDY, priority=[1])),  # type: ignore[arg-type]
+        ("priority", lambda: llm.generate("a", GREEDY, priority=[1])),
         ("tools", lambda: llm.chat(hello, GREEDY, tools=[{"type": "function"}])),
         ("chat_template", lambda: llm.chat(hello, GREEDY, chat_template="{{ x }}")),
         ("continue_final_message", lambda: llm.chat(hello, GREEDY, continue_final_message=True)),
-        ("openai", lambda: llm.chat(hello, GREEDY, chat_template_content_format="openai")),  # type: ignore[arg-type]
+        ("openai", lambda: llm.chat(hello, GREEDY, chat_template_content_format="openai")),
         (
             "truncate_prompt_tokens",
             lambda: llm.generate("a", tokenization_kwargs={"truncate_prompt_tokens": 3}),
         ),
         ("more prompts", lambda: llm.generate(["a", "b"], [GREEDY])),
         ("more sampling_params", lambda: llm.generate(["a"], [GREEDY, GREEDY])),
-        ("conversation is a list", lambda: llm.chat("Hi", GREEDY)),  # type: ignore[arg-type]
-        ("conversation is a list", lambda: llm.chat([3], GREEDY)),  # type: ignore[list-item]
-        ("type dict", lambda: llm.generate(["a"], {"n": 1})),  # type: ignore[arg-type]
-        ("on_error", lambda: llm.generate(["a"], on_error="ignore")),  # type: ignore[arg-type]
+        ("conversation is a list", lambda: llm.chat("Hi", GREEDY)),
+        ("conversation is a list", lambda: llm.chat([3], GREEDY)),
+        ("type dict", lambda: llm.generate(["a"], {"n": 1})),
+        ("on_error", lambda: llm.generate(["a"], on_error="ignore")),
     ]
     for reason, call in calls:
         with pytest.raises(ConfigError, match=reason):
@@ -425,7 +425,7 @@ class Engine:
 def with_engine(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     def make(do: Callable[[int], Any]) -> LLM:
         llm = make_llm(engine="simulated", kv_cache_memory_bytes=1 << 30)
-        llm._engine = Engine(do)  # type: ignore[assignment]
+        llm._engine = Engine(do)
         return llm
 
     return make
@@ -610,4 +610,4 @@ def test_the_package_offers_them() -> None:
     with pytest.raises(AttributeError, match="Engine"):
         blendserve.Engine  # noqa: B018
     with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+        SamplingParams(best_of=2)

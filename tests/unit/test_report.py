@@ -110,7 +110,7 @@ def test_page_holds_every_section_and_cell() -> None:
     assert "<p>one</p>\n<p>two</p>" in own
 
 
-def over_time_figure():  # type: ignore[no-untyped-def]
+def over_time_figure():
     return over_time(replace(REPORT, series=SERIES))
 
 
@@ -159,7 +159,7 @@ def test_every_combination_has_its_own_bar() -> None:
 
 
 @pytest.mark.parametrize("bars", [throughput_bars, sharing_bars, loss_bars])
-def test_a_run_that_is_there_twice_is_refused(bars) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_is_there_twice_is_refused(bars) -> None:
     with pytest.raises(ValueError, match="two reports of workload trace-1"):
         bars([REPORT, replace(REPORT, optimum_ratio=0.5)], "Bars")
 

@@ -7,7 +7,7 @@ from blendserve.cli import app
 from blendserve.cli.run_batch import translated
 from blendserve.errors import ConfigError
 
-RUN = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+RUN = typer.main.get_command(app).commands["run"]
 
 
 def flags(line: str) -> str:

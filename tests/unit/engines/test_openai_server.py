@@ -71,7 +71,7 @@ def a_job(users: Sequence[str], **body: Any) -> RequestTable:
 def run(engine: OpenAIServer, requests: RequestTable, policy: str = "fcfs") -> dict[int, Result]:
     results: dict[int, Result] = {}
     plan = make_plan(requests, engine.cost_model)
-    for step in engine.run(requests, make_policy(policy, plan)):  # type: ignore[arg-type]
+    for step in engine.run(requests, make_policy(policy, plan)):
         for request, result in step.results:
             assert request not in results, "two results for one request"
             results[request] = result
@@ -281,7 +281,7 @@ def test_an_engine_runs_on_after_a_run_that_was_stopped(open_server: OpenServer)
         steps = engine.run(requests, make_policy("fcfs", make_plan(requests, COST_MODEL)))
         while "stuck" not in server.attempts:
             next(steps)
-        steps.close()  # type: ignore[attr-defined]
+        steps.close()
         assert len(run(engine, requests)) == 4
 
 

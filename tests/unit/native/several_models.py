@@ -15,7 +15,7 @@ class SeveralModels:
     def __init__(self, executors: list[TorchExecutor]) -> None:
         self.executors = executors
         for index, executor in enumerate(executors):
-            executor._launch = self._marking(executor._launch, index)  # type: ignore[method-assign]
+            executor._launch = self._marking(executor._launch, index)
 
     @staticmethod
     def _marking(launch: Any, index: int) -> Any:

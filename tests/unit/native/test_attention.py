@@ -102,8 +102,8 @@ def check(shape: KVShape, batch: Batch, backend: str) -> None:
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     totals = batch.num_computed + batch.num_tokens
     qkv_of_rows = [torch.randn(int(total), width).to(shape.dtype) for total in totals]
-    attention = make_attention(shape, rope_table(shape.head_dim), backend)  # type: ignore[arg-type]
-    for pages in attention.keys + attention.values:  # type: ignore[attr-defined]
+    attention = make_attention(shape, rope_table(shape.head_dim), backend)
+    for pages in attention.keys + attention.values:
         pages.fill_(torch.nan)
     output = run(attention, batch, qkv_of_rows)
     error = (output - expected(shape, batch, qkv_of_rows)).abs().max().item()
@@ -233,7 +233,7 @@ def test_huge_scores_stay_finite(backend: str) -> None:
     batch = make_batch([64], [3], 16)
     shape = KVShape(1, 2, 1, 16, int(batch.block_tables.max()) + 1, 16, torch.float32)
     qkv = torch.randn(67, 4 * 16) * 100
-    attention = make_attention(shape, rope_table(16), backend)  # type: ignore[arg-type]
+    attention = make_attention(shape, rope_table(16), backend)
     output = run(attention, batch, [qkv.clone()])
     torch.testing.assert_close(output.double(), expected(shape, batch, [qkv]), atol=1e-2, rtol=1e-3)
 

@@ -20,7 +20,7 @@ def ops(
     monkeypatch.setenv(kernels.CHOICE_VARIABLE, request.param)
     found = {dtype: kernels.load_kernels(dtype) for dtype in DTYPES}
     assert all(loaded is not None and loaded.variant == request.param for loaded in found.values())
-    return found  # type: ignore[return-value]
+    return found
 
 
 def close(found: Tensor, expected: Tensor) -> None:

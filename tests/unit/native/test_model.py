@@ -87,8 +87,8 @@ def make_cache(config: ModelConfig, dtype: torch.dtype, block_size: int, backend
         block_size,
         dtype,
     )
-    attention = make_attention(shape, config.rope_table(), backend)  # type: ignore[arg-type]
-    for pages in attention.keys + attention.values:  # type: ignore[attr-defined]
+    attention = make_attention(shape, config.rope_table(), backend)
+    for pages in attention.keys + attention.values:
         pages.fill_(torch.nan)  # what nobody wrote must not be read
     return attention
 

@@ -159,7 +159,7 @@ def test_halves_are_near_equal(rows: list[tuple[int, int]], granularity: int) ->
 
 def test_one_row_is_no_two_halves() -> None:
     model = SimpleNamespace(twin=lambda: None)
-    overlapped = OverlappedModel(model, model, OVERLAPPING, {PARTITION: RecordingLanes()})  # type: ignore[arg-type]
+    overlapped = OverlappedModel(model, model, OVERLAPPING, {PARTITION: RecordingLanes()})
     assert overlapped.split(make_batch([(50, 1, 0, 0)]), BLOCK_SIZE) is None
     assert overlapped.split(make_batch([(50, 1, 0, 0)] * 2), BLOCK_SIZE) is not None
 
@@ -173,7 +173,7 @@ def test_the_profile_decides() -> None:
     cost_model = CostModel(COST_MODEL.model, hardware)
     lanes = {few: RecordingLanes(), many: RecordingLanes()}
     model = SimpleNamespace(twin=lambda: None)
-    overlapped = OverlappedModel(model, model, cost_model, lanes)  # type: ignore[arg-type]
+    overlapped = OverlappedModel(model, model, cost_model, lanes)
     batch = make_batch([(50, 1, 0, 0), (50, 30, 0, 0)] * 4)
     step = cost_model.step_cost(int(batch.num_tokens.sum()), 10**9)
     balanced = step.compute_s / step.memory_s * 1e9  # KV tokens that take as long to read as the products
@@ -214,7 +214,7 @@ class Case:
             *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
             *(NUM_BLOCKS, BLOCK_SIZE, torch.float32),
         )
-        attention = make_attention(shape, config.rope_table(), self.backend)  # type: ignore[arg-type]
+        attention = make_attention(shape, config.rope_table(), self.backend)
         rows = np.flatnonzero(self.batch.num_computed)
         if len(rows):
             before = replace(
@@ -476,7 +476,7 @@ def test_streams_do_what_lanes_say(llama: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     case = Case(llama, make_batch(MIXED))
     expected = case.whole(case.attention(), case.batch)
-    lanes = overlap.CudaLanes(gemm, attention, 48)  # type: ignore[arg-type]
+    lanes = overlap.CudaLanes(gemm, attention, 48)
     overlapped = OverlappedModel(case.model, case.attention(), OVERLAPPING, {PARTITION: lanes})
     halves = overlapped.split(case.batch, BLOCK_SIZE)
     assert halves is not None
@@ -496,7 +496,7 @@ def test_streams_do_what_lanes_say(llama: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_profile_without_partitions_is_no_overlap(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        assert overlap.open_lanes(COST_MODEL.hardware, SimpleNamespace()) == {}  # type: ignore[arg-type]
+        assert overlap.open_lanes(COST_MODEL.hardware, SimpleNamespace()) == {}
     assert "a100-80g-paper has no measured partitions" in caplog.text
 
 

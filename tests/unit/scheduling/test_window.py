@@ -73,7 +73,7 @@ def test_every_policy_gets_every_request_through(policy: str, capacity: int) -> 
     requests = a_job()
     window = window_of(
         requests, make_policy(policy, make_plan(requests, COST_MODEL)), kv_capacity_tokens=capacity
-    )  # type: ignore[arg-type]
+    )
     engine = OneTokenPerStep(requests, window)
     most = 0
     while window.num_unfinished:
@@ -90,7 +90,7 @@ def test_what_is_sent_follows_the_policy() -> None:
     plan = make_plan(requests, COST_MODEL)
     expected = {"fcfs": list(range(len(requests))), "dfs": depth_first(plan.tree).tolist()}
     for policy, order in expected.items():
-        engine = OneTokenPerStep(requests, window_of(requests, make_policy(policy, plan)))  # type: ignore[arg-type]
+        engine = OneTokenPerStep(requests, window_of(requests, make_policy(policy, plan)))
         engine.run()
         assert engine.arrived == order
 
