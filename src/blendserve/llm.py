@@ -98,6 +98,8 @@ _GENERATION_DEFAULTS = {
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _ONLY_COMMAND = frozenset({"engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"})
 """fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, and adapters come with calls"""
+_ONLY_VLLM = frozenset({"reasoning_parser"})
+"""those that are options for vLLM, whose constraints begin behind the reasoning"""
 
 
 IndexedOutput = tuple[int, RequestOutput]
@@ -274,7 +276,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's chat template; otherwise as `generate`.
 
-        `tools` are for the template only, and for `engine="vllm"`: calls of them are in the text, as in vLLM's `LLM`.
+        `tools` are for the template only: calls of them are in the text, as in vLLM's `LLM`.
         """
         if chat_template_content_format not in ("auto", "string"):
             raise PromptError(
@@ -535,6 +537,7 @@ class LLM:
                     custom_id=number,
                     pass_through=engine.forwards,
                     extra_parameters=engine.extra_parameters,
+                    chat_features=engine.chat_features,
                 )
             except RequestError as error:
                 yield LineError.of(error, index + 1, number)
@@ -603,8 +606,7 @@ _MISSING = object()
 def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of an engine; every option is taken, refused, or said to do nothing."""
     known = {field.name for field in fields(EngineConfig)} - _ONLY_COMMAND
-    if engine == "vllm":
-        known -= NATIVE_ONLY
+    known -= NATIVE_ONLY if engine == "vllm" else _ONLY_VLLM
     values: dict[str, Any] = {"engine": engine}
     engine_args: dict[str, Any] = {}
     for given, value in options.items():

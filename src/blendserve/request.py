@@ -46,7 +46,7 @@ class SamplingParams:
     """JSON object of what only some engines can do, by the names of vLLM's SamplingParams; empty: nothing"""
     chat: bytes = b""
     """JSON object of what an answer in a chat is read with, by the names of vLLM's ChatCompletionRequest: tools and the
-    like; empty: the answer is text as it comes"""
+    like, and `stop_in_reasoning`; empty: the answer is text as it comes"""
     adapter: Adapter | None = None
     """None: the model as it is"""
 

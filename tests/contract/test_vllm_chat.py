@@ -60,7 +60,9 @@ def prepared(tokenizer: Tokenizer, *bodies: dict[str, Any], **options: Any) -> P
             line=number,
             custom_id=f"r{number}",
             extra_parameters=True,
-            reads_tool_calls=True,
+            chat_features=EngineConfig(
+                engine="vllm", enable_auto_tool_choice=True, tool_call_parser="hermes"
+            ).chat_features,
         )
         assert isinstance(row, Row)
         rows.append(row)
@@ -101,6 +103,11 @@ CONVERSATIONS: list[dict[str, Any]] = [
     {"reasoning_effort": "none"},
     {"chat_template_kwargs": {"enable_thinking": False}},
     {"add_generation_prompt": False},
+    {
+        "messages": [*HELLO, {"role": "assistant", "content": "Well, I"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
     {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO]},
     {
         "messages": [

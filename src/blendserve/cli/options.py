@@ -40,6 +40,7 @@ TELEMETRY_DEFAULTS = TelemetryConfig()
 MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Planning"
 SERVER_PANEL = "Server (--engine openai)"
 VLLM_PANEL = "vLLM (--engine vllm)"
+CHAT_PANEL = "Answers in chats (--engine native, vllm)"
 TELEMETRY_PANEL = "Progress and reports"
 
 Inputs = Annotated[
@@ -272,8 +273,9 @@ ToolCallParser = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What reads tool calls out of answers, by vLLM's name, e.g. hermes; with --enable-auto-tool-choice.",
-        rich_help_panel=VLLM_PANEL,
+        help="What reads tool calls out of answers, by vLLM's name: hermes, llama3_json, mistral; with vLLM all of its. "
+        "With --enable-auto-tool-choice.",
+        rich_help_panel=CHAT_PANEL,
     ),
 ]
 EnableAutoToolChoice = Annotated[
@@ -281,15 +283,15 @@ EnableAutoToolChoice = Annotated[
     typer.Option(
         "--enable-auto-tool-choice",
         help="Let lines with tools have them called; needs --tool-call-parser.",
-        rich_help_panel=VLLM_PANEL,
+        rich_help_panel=CHAT_PANEL,
     ),
 ]
 ReasoningParser = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What tells reasoning from the answer, by vLLM's name, e.g. qwen3.",
-        rich_help_panel=VLLM_PANEL,
+        help="What tells reasoning from the answer, by vLLM's name: deepseek_r1, qwen3; with vLLM all of its.",
+        rich_help_panel=CHAT_PANEL,
     ),
 ]
 LoraModules = Annotated[

@@ -17,6 +17,7 @@ from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
     from blendserve.engines.batching import Executor
+    from blendserve.engines.chat import ChatFeatures
     from blendserve.planner.prefix_tree import Ints
     from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
@@ -164,13 +165,20 @@ class EngineConfig:
         return self.engine == "vllm"
 
     @property
-    def reads_tool_calls(self) -> bool:
-        """Whether the engine reads tool calls out of answers."""
-        return self.enable_auto_tool_choice and self.tool_call_parser is not None
+    def chat_features(self) -> ChatFeatures | None:
+        """What the engine can do in chats; None: text in, text out, or what a server decides."""
+        from blendserve.engines.chat import ChatFeatures
+
+        reads_tool_calls = self.enable_auto_tool_choice and self.tool_call_parser is not None
+        if self.engine == "vllm":
+            return ChatFeatures(reads_tool_calls, forces_tool_calls=reads_tool_calls, takes_media=True)
+        if self.engine == "native":
+            return ChatFeatures(reads_tool_calls, stops_after_reasoning=True)
+        return None
 
     @property
     def output_engine_args(self) -> dict[str, Any]:
-        """Of vLLM's options, those that change what is generated or how it is read."""
+        """Of the options that are vLLM's, those that change what is generated or how it is read."""
         found = {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
         for name in ("tool_call_parser", "reasoning_parser", "lora_modules"):
             if value := getattr(self, name):
@@ -219,6 +227,11 @@ class EngineConfig:
             self._check_vllm()
         else:
             self._check_no_vllm()
+        if self.engine == "native":
+            from blendserve.engines.chat import check_parsers
+
+            self._check_tool_choice()
+            check_parsers(self.tool_call_parser, self.reasoning_parser)
         given = {
             "--base-url": self.base_url,
             "--api-key-env": self.api_key_env,
@@ -234,19 +247,30 @@ class EngineConfig:
                 )
 
     def _check_no_vllm(self) -> None:
-        given = {
+        of_vllm = {
             f"--engine-arg {next(iter(self.engine_args), None)}": self.engine_args,
+            "--lora-modules": self.lora_modules,
+        }
+        of_both = {
             "--tool-call-parser": self.tool_call_parser,
             "--enable-auto-tool-choice": self.enable_auto_tool_choice,
             "--reasoning-parser": self.reasoning_parser,
-            "--lora-modules": self.lora_modules,
         }
-        for flag, value in given.items():
-            if value:
-                raise ConfigError(
-                    f"{flag} is for --engine vllm and does nothing with --engine {self.engine}; "
-                    "leave it out, or add --engine vllm"
-                )
+        for flags, engines in ((of_vllm, ("vllm",)), (of_both, ("vllm", "native"))):
+            for flag, value in flags.items():
+                if value and self.engine not in engines:
+                    names = " and ".join(engines)
+                    raise ConfigError(
+                        f"{flag} is for --engine {names} and does nothing with --engine {self.engine}; "
+                        "leave it out, or add --engine vllm"
+                    )
+
+    def _check_tool_choice(self) -> None:
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            given, lacking = "--tool-call-parser", "--enable-auto-tool-choice"
+            if self.enable_auto_tool_choice:
+                given, lacking = lacking, given
+            raise ConfigError(f"{given} does nothing without {lacking}; give both, or neither")
 
     def _check_vllm(self) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -258,11 +282,7 @@ class EngineConfig:
                 f"--attention-backend {self.attention_backend} is for --engine native; "
                 "vLLM's is chosen with --engine-arg attention_backend=..."
             )
-        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
-            given, lacking = "--tool-call-parser", "--enable-auto-tool-choice"
-            if self.enable_auto_tool_choice:
-                given, lacking = lacking, given
-            raise ConfigError(f"{given} does nothing without {lacking}; give both, or neither")
+        self._check_tool_choice()
         if self.lora_modules and not self.engine_args.get("enable_lora"):
             raise ConfigError("--lora-modules needs --engine-arg enable_lora=true")
         for name, path in self.lora_modules.items():

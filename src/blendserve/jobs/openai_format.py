@@ -22,6 +22,7 @@ from uuid import uuid4
 
 import orjson
 
+from blendserve.engines.chat import ChatFeatures
 from blendserve.errors import RequestError
 from blendserve.jobs.body import invalid, require, shown
 from blendserve.jobs.chat import CHAT_PARAMETERS, parse_chat
@@ -141,6 +142,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
+    "stop_in_reasoning": (True,),
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
@@ -194,6 +196,7 @@ class Tokenizer(Protocol):
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation. Raises: RequestError."""
@@ -255,6 +258,7 @@ class Row:
     """expected output length, a hint"""
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     body: bytes | None = None
@@ -294,14 +298,14 @@ def read_rows(
     column_mapping: Mapping[str, str] | None = None,
     pass_through: bool = False,
     extra_parameters: bool = False,
-    reads_tool_calls: bool = False,
+    chat_features: ChatFeatures | None = None,
 ) -> Iterator[Row | LineError]:
     """Every line of the sources that is not blank, in order.
 
     `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
     `pass_through` bodies are kept as they are, for a server to judge; with `extra_parameters` penalties, structured
-    outputs and the like are put into `SamplingParams.extra`, and tools into `SamplingParams.chat`, instead of refused;
-    `reads_tool_calls` says that tool calls can be read out of answers. For the other options see `sources.read_lines`.
+    outputs and the like are put into `SamplingParams.extra`, and with `chat_features` tools and the like into
+    `SamplingParams.chat`, instead of refused. For the other options see `sources.read_lines`.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -320,7 +324,7 @@ def read_rows(
                 file=file,
                 pass_through=pass_through,
                 extra_parameters=extra_parameters,
-                reads_tool_calls=reads_tool_calls,
+                chat_features=chat_features,
             )
 
 
@@ -332,7 +336,7 @@ def parse_line(
     file: str | None = None,
     pass_through: bool = False,
     extra_parameters: bool = False,
-    reads_tool_calls: bool = False,
+    chat_features: ChatFeatures | None = None,
 ) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
     custom_id = None
@@ -351,7 +355,7 @@ def parse_line(
             len(content),
             pass_through,
             extra_parameters,
-            reads_tool_calls,
+            chat_features,
         )
     except RequestError as error:
         if custom_id is None and error.code == "invalid_json_line" and isinstance(content, bytes):
@@ -458,7 +462,7 @@ def _parse_row(
     num_bytes: int,
     pass_through: bool,
     extra_parameters: bool,
-    reads_tool_calls: bool,
+    chat_features: ChatFeatures | None,
 ) -> Row:
     if unknown := next((name for name in envelope if name not in ENVELOPE_KEYS), None):
         raise RequestError(
@@ -489,7 +493,7 @@ def _parse_row(
         num_bytes=num_bytes,
         pass_through=pass_through,
         extra_parameters=extra_parameters,
-        reads_tool_calls=reads_tool_calls,
+        chat_features=chat_features,
     )
 
 
@@ -504,7 +508,7 @@ def row_of_body(
     num_bytes: int = 0,
     pass_through: bool = False,
     extra_parameters: bool = False,
-    reads_tool_calls: bool = False,
+    chat_features: ChatFeatures | None = None,
 ) -> Row:
     """The row of a request body, for one of `URLS`.
 
@@ -521,7 +525,8 @@ def row_of_body(
     if pass_through:
         return _pass_through_row(line, custom_id, url, values, output_tokens_field, file, num_bytes)
     chat = url == CHAT_URL
-    _check_names(values, url, output_tokens_field, _extra_names(chat) if extra_parameters else ())
+    extra = (*(_EXTRA if extra_parameters else ()), *(_chat_names(chat_features) if chat else ()))
+    _check_names(values, url, output_tokens_field, extra)
     if body.present("max_tokens") and body.present("max_completion_tokens"):
         raise RequestError(
             "invalid_request",
@@ -530,13 +535,7 @@ def row_of_body(
         )
     max_tokens = body.integer("max_tokens", 1) or (body.integer("max_completion_tokens", 1) if chat else None)
     template_kwargs = body.mapping("chat_template_kwargs")
-    conversation = (
-        parse_chat(
-            values, template_kwargs, extra_parameters=extra_parameters, reads_tool_calls=reads_tool_calls
-        )
-        if chat
-        else None
-    )
+    conversation = parse_chat(values, template_kwargs, chat_features) if chat else None
     return Row(
         line=line,
         custom_id=custom_id,
@@ -556,6 +555,7 @@ def row_of_body(
         output_tokens=body.integer(output_tokens_field, 0) if output_tokens_field else None,
         add_special_tokens=body.boolean("add_special_tokens", not chat),
         add_generation_prompt=body.boolean("add_generation_prompt", True),
+        continue_final_message=conversation is not None and conversation.continue_final_message,
         tools=None if conversation is None else conversation.tools,
         chat_template_kwargs=template_kwargs if conversation is None else conversation.template_kwargs,
         media=None if conversation is None else conversation.media,
@@ -629,8 +629,10 @@ def _likeness(values: dict[str, Any]) -> str | list[int]:
     return "\n".join(parts)
 
 
-def _extra_names(chat: bool) -> tuple[str, ...]:
-    return _EXTRA + CHAT_PARAMETERS if chat else _EXTRA
+def _chat_names(features: ChatFeatures | None) -> tuple[str, ...]:
+    if features is None:
+        return ()
+    return (*CHAT_PARAMETERS, "stop_in_reasoning") if features.stops_after_reasoning else CHAT_PARAMETERS
 
 
 def _check_names(
@@ -643,7 +645,8 @@ def _check_names(
         if name in _UNSUPPORTED:
             if value is None or value in _UNSUPPORTED[name]:
                 continue
-            where = "with --engine vllm" if name in _extra_names(url == CHAT_URL) else "elsewhere"
+            is_vllms = name in _EXTRA or (name in CHAT_PARAMETERS and url == CHAT_URL)
+            where = "with --engine vllm" if is_vllms else "elsewhere"
             raise RequestError(
                 "unsupported_parameter",
                 f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line {where}.",

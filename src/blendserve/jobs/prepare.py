@@ -295,6 +295,7 @@ class _TableBuilder:
                 row.chat,
                 tools=row.tools,
                 add_generation_prompt=row.add_generation_prompt,
+                continue_final_message=row.continue_final_message,
                 chat_template_kwargs=row.chat_template_kwargs,
             )
         if row.body is None and len(text) > _MAX_TOKEN_CHARACTERS * self._max_model_len:

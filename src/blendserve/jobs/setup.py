@@ -129,7 +129,7 @@ class JobConfig:
             parameters["base_url"] = self.engine.base_url
         if self.engine.load_format != "auto":
             parameters["load_format"] = self.engine.load_format
-        if self.engine.engine == "vllm":
+        if self.engine.engine == "vllm" or self.engine.output_engine_args:
             parameters["engine_args"] = self.engine.output_engine_args
         if self.engine.engine == "simulated":
             parameters["output_tokens_field"] = self.source.output_tokens_field
@@ -246,7 +246,7 @@ def plan_job(
         column_mapping=source.column_mapping,
         pass_through=config.engine.forwards,
         extra_parameters=config.engine.extra_parameters,
-        reads_tool_calls=config.engine.reads_tool_calls,
+        chat_features=config.engine.chat_features,
     )
     prepared = prepare(
         rows if order is None else _noted(rows, order),

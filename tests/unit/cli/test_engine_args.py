@@ -50,21 +50,42 @@ def test_a_setting_that_is_none_is_refused(setting: str) -> None:
         parse_engine_args(None, [setting])
 
 
-@pytest.mark.parametrize("engine", ["native", "openai"])
 @pytest.mark.parametrize(
-    ("name", "value", "flag"),
+    ("engine", "name", "value", "flag"),
     [
-        ("engine_args", {"seed": 1}, "--engine-arg seed"),
-        ("tool_call_parser", "hermes", "--tool-call-parser"),
-        ("enable_auto_tool_choice", True, "--enable-auto-tool-choice"),
-        ("reasoning_parser", "qwen3", "--reasoning-parser"),
-        ("lora_modules", {"a": "b"}, "--lora-modules"),
+        *(
+            (engine, *option)
+            for engine in ("native", "openai", "simulated")
+            for option in (
+                ("engine_args", {"seed": 1}, "--engine-arg seed"),
+                ("lora_modules", {"a": "b"}, "--lora-modules"),
+            )
+        ),
+        *(
+            (engine, *option)
+            for engine in ("openai", "simulated")
+            for option in (
+                ("tool_call_parser", "hermes", "--tool-call-parser"),
+                ("enable_auto_tool_choice", True, "--enable-auto-tool-choice"),
+                ("reasoning_parser", "qwen3", "--reasoning-parser"),
+            )
+        ),
     ],
 )
-def test_options_of_vllm_are_for_vllm_alone(engine: Any, name: str, value: Any, flag: str) -> None:
+def test_options_of_vllm_are_for_those_that_have_them(engine: Any, name: str, value: Any, flag: str) -> None:
     url = "http://localhost/v1" if engine == "openai" else None
     with pytest.raises(ConfigError, match=f"{flag} is for --engine vllm"):
         EngineConfig(engine=engine, base_url=url, **{name: value}).check()
+
+
+def test_parsers_of_the_native_engine() -> None:
+    EngineConfig(enable_auto_tool_choice=True, tool_call_parser="mistral", reasoning_parser="qwen3").check()
+    with pytest.raises(ConfigError, match="--tool-call-parser does nothing without --enable-auto-tool-choice"):
+        EngineConfig(tool_call_parser="hermes").check()
+    with pytest.raises(ConfigError, match="--tool-call-parser hermez: .* did you mean hermes"):
+        EngineConfig(enable_auto_tool_choice=True, tool_call_parser="hermez").check()
+    with pytest.raises(ConfigError, match="--reasoning-parser glm45: .* it has deepseek_r1, qwen3.*--engine vllm"):
+        EngineConfig(reasoning_parser="glm45").check()
 
 
 @pytest.mark.parametrize(
@@ -121,3 +142,4 @@ def test_only_arguments_that_change_outputs_belong_to_the_job() -> None:
     assert config.output_engine_args == {"quantization": "fp8"}
     read = EngineConfig(engine="vllm", reasoning_parser="qwen3", lora_modules={"a": "b"})
     assert read.output_engine_args == {"reasoning_parser": "qwen3", "lora_modules": {"a": "b"}}
+    assert EngineConfig(reasoning_parser="qwen3").output_engine_args == {"reasoning_parser": "qwen3"}

@@ -31,7 +31,7 @@ class ToyTokenizer:
 
     vocab_size = 257
 
-    def render_chat(self, messages, *, tools=None, add_generation_prompt=True, chat_template_kwargs=None):
+    def render_chat(self, messages, *, add_generation_prompt=True, chat_template_kwargs=None, **_options):
         if any("unrenderable" in message["content"] for message in messages):
             raise RequestError("invalid_request", "the template refuses", param="messages")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -329,7 +329,7 @@ def test_chat_row():
         custom_id="a",
         url=CHAT_URL,
         model="m",
-        chat=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "a\nb"}],
+        chat=[{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
         prompt=None,
         params=SamplingParams(
             temperature=0.0,

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel, Partition
 from blendserve.engines.batching import StepResult
+from blendserve.engines.chat import ChatReader
 from blendserve.engines.native.attention import Backend, KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.device import upload
 from blendserve.engines.native.kernels import Kernels, load_kernels
@@ -78,11 +79,12 @@ class TorchExecutor:
         ranks: that this executor is one of, see `parallel.open_parallel`; sizes of the KV cache are a rank's.
         overlap: "auto" to run steps in two halves, see `overlap.py`, where by the profile that takes less time.
         lanes: for these, by the profile's partitions; None: on a GPU by itself, those that `open_lanes` finds.
+        tool_call_parser, reasoning_parser: what answers in chats are read with, see `engines.chat`; None: not at all.
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
-        ConfigError: there is no such device, weights and KV cache do not fit into memory, or the KV cache cannot hold
-            a single block.
+        ConfigError: there is no such device, weights and KV cache do not fit into memory, the KV cache cannot hold
+            a single block, or the parsers do not fit the tokenizer.
     """
 
     name = "native"
@@ -107,11 +109,16 @@ class TorchExecutor:
         ranks: Ranks | None = None,
         overlap: Literal["auto", "off"] = "auto",
         lanes: Mapping[Partition, Lanes] | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         torch.set_num_threads(num_threads or _default_num_threads())
         self.cost_model = cost_model
         self.block_size = block_size
         self._tokenizer = tokenizer
+        self._reader: ChatReader | None = None
+        if tokenizer is not None and (tool_call_parser or reasoning_parser):
+            self._reader = ChatReader(tokenizer, tool_call_parser, reasoning_parser)
         self._ranks = ranks
         self._device = _open_device(device)
         self._is_late = device == "cuda" if late_results is None else late_results
@@ -194,7 +201,9 @@ class TorchExecutor:
         output = self._outputs.pop(request)
         if failure := self._failures.pop(request, None):
             return failure
-        return output.completion(int(self._requests.prompt_tokens[request]))
+        prompt = self._requests.tokens[request]
+        seed = int(self._requests.seeds[request])
+        return output.completion(len(prompt), prompt.tobytes() + seed.to_bytes(8, "little"))
 
     @property
     def model(self) -> LlamaModel:
@@ -382,7 +391,11 @@ class TorchExecutor:
         assert self._requests is not None
         room = self.max_model_len - int(self._requests.prompt_tokens[request])
         max_tokens = min(int(self._requests.max_tokens[request]), room)
-        return RequestOutput(self._requests.sampling_params(request), max_tokens, self._tokenizer)
+        params = self._requests.sampling_params(request)
+        answer = None
+        if self._reader is not None and params.chat:
+            answer = self._reader.open(params.chat, skip_special_tokens=params.skip_special_tokens)
+        return RequestOutput(params, max_tokens, self._tokenizer, answer)
 
     def _sampling_row(self, request: int) -> SamplingRow:
         assert self._requests is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from blendserve.engines.chat import MAX_MARK_CHARACTERS, ChatAnswer
 from blendserve.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from blendserve.tokenizer import TextStream
 
@@ -13,6 +14,11 @@ class Detokenizer(Protocol):
     """What the executor needs of a tokenizer."""
 
     eos_token_ids: frozenset[int]
+    special_tokens: frozenset[str]
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token, by its text; None if there is none."""
+        ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens."""
@@ -32,12 +38,19 @@ class RequestOutput:
         params: of the request.
         max_tokens: most tokens to generate.
         tokenizer: None where no text is wanted: it is then empty and stop strings never match.
+        answer: what the text is read with, if it is an answer in a chat of an engine that has parsers.
     """
 
-    __slots__ = ("_checked", "_stream", "_text", "_tokenizer", "finish_reason", "logprobs", "max_tokens", "params",
-                 "stop_reason", "token_ids")  # fmt: skip
+    __slots__ = ("_answer", "_checked", "_ends", "_searched_from", "_skip_special_tokens", "_stream", "_text", "_tokenizer",
+                 "finish_reason", "logprobs", "max_tokens", "params", "stop_reason", "token_ids")  # fmt: skip
 
-    def __init__(self, params: SamplingParams, max_tokens: int, tokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        max_tokens: int,
+        tokenizer: Detokenizer | None,
+        answer: ChatAnswer | None = None,
+    ) -> None:
         self.params = params
         self.max_tokens = max_tokens
         self.token_ids: list[int] = []
@@ -45,9 +58,13 @@ class RequestOutput:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._tokenizer = tokenizer
-        self._stream = tokenizer.stream(params.skip_special_tokens) if tokenizer and params.stop else None
+        self._answer = answer
+        self._skip_special_tokens = params.skip_special_tokens if answer is None else answer.skip_special_tokens
+        self._stream = tokenizer.stream(self._skip_special_tokens) if tokenizer and params.stop else None
         self._text = ""
         self._checked = 0  # characters of _text in which a stop string may no longer end
+        self._searched_from = 0  # characters of _text in which none may begin
+        self._ends = None if answer is None else answer.reasoning_ends  # of the reasoning that goes on
 
     def suppressed(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens that would end the request after `num_tokens` although it still owes some of its `min_tokens`."""
@@ -71,10 +88,10 @@ class RequestOutput:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def completion(self, num_prompt_tokens: int) -> Completion:
-        """The finished output."""
+    def completion(self, num_prompt_tokens: int, identity: bytes = b"") -> Completion:
+        """The finished output; for `identity` see `ChatAnswer.read`."""
         assert self.finish_reason is not None
-        return Completion(
+        completion = Completion(
             token_ids=self.token_ids,
             text=self._final_text(),
             finish_reason=self.finish_reason,
@@ -82,6 +99,13 @@ class RequestOutput:
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             num_prompt_tokens=num_prompt_tokens,
         )
+        if self._answer is not None and self._tokenizer is not None:
+            read = self._answer.read(completion.text, self.token_ids, self.finish_reason, identity)
+            completion.message, completion.finish_reason = read.message, read.finish_reason
+            completion.num_reasoning_tokens = read.num_reasoning_tokens
+            if not read.has_logprobs:
+                completion.logprobs = None
+        return completion
 
     @property
     def _eos_token_ids(self) -> frozenset[int]:
@@ -97,14 +121,30 @@ class RequestOutput:
         if len(self.token_ids) <= self.params.min_tokens:
             self._checked = len(self._text)
             return False
+        if self._is_reasoning():
+            return False
         for stop in self.params.stop:
             # It may have begun in text seen before, but not ended there.
-            found = self._text.find(stop, max(0, self._checked - len(stop) + 1))
+            found = self._text.find(stop, max(self._searched_from, self._checked - len(stop) + 1))
             if found >= 0:
                 self.stop_reason = stop
                 self._text = self._text[: found + len(stop) * self.params.include_stop_str_in_output]
                 return True
         self._checked = len(self._text)
+        return False
+
+    def _is_reasoning(self) -> bool:
+        """Whether the text up to this token is reasoning, in which stop strings do not count."""
+        if self._ends is None:
+            return False
+        end = self._ends.search(self._text, self._searched_from)
+        if end is None:
+            # What marks the end may have begun.
+            self._searched_from = max(self._searched_from, len(self._text) - MAX_MARK_CHARACTERS)
+            return True
+        self._ends = None
+        self._searched_from = end.end()
+        self._checked = max(self._checked, end.end())
         return False
 
     def _final_text(self) -> str:
@@ -116,5 +156,5 @@ class RequestOutput:
         ended_by_token = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
         return self._tokenizer.decode(
             self.token_ids[:-1] if ended_by_token else self.token_ids,
-            skip_special_tokens=self.params.skip_special_tokens,
+            skip_special_tokens=self._skip_special_tokens,
         )
