@@ -133,6 +133,7 @@ class Pieces:
     """A tokenizer for the parsers: marks are tokens, all else is a token per character."""
 
     special_tokens = frozenset({SPECIAL})
+    eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, marks: Iterable[str] = MARKS) -> None:
         self.marks = (*marks, SPECIAL)

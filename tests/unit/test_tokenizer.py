@@ -121,6 +121,31 @@ class TestChat:
         )
         assert knowing.render_chat([developer, *QUESTION]) == "developer"
 
+    def test_templates_that_take_parts_get_them(self, bundled_model: ModelFiles, tmp_path: Path) -> None:
+        texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        messages = [{"role": "user", "content": texts}, {"role": "tool", "content": texts}, *QUESTION]
+        plain = with_template(
+            bundled_model, tmp_path / "plain", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        )
+        assert plain.render_chat(messages) == f"user:one\ntwo;tool:one\ntwo;user:{QUESTION[0]['content']};"
+        parts = with_template(
+            bundled_model,
+            tmp_path / "parts",
+            "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}",
+        )
+        assert parts.render_chat(messages) == f"user:[one][two];tool:one\ntwo;user:[{QUESTION[0]['content']}];"
+
+    def test_developers_may_write_in_parts(self, byte_level: Tokenizer) -> None:
+        texts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+        both = byte_level.render_chat([{"role": "developer", "content": texts}, *QUESTION])
+        assert both == byte_level.render_chat([{"role": "system", "content": "Be\nbrief."}, *QUESTION])
+
+    def test_the_final_message_can_be_continued(self, byte_level: Tokenizer) -> None:
+        messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
+        prompt = byte_level.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+        assert prompt.endswith("<|im_start|>assistant\nIt is")
+
     @pytest.mark.parametrize(
         "messages",
         [[], [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": [{}]}]],
@@ -287,6 +312,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def copy_tokenizer(model: ModelFiles, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model.folder / name, folder)
 

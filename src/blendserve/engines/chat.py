@@ -209,7 +209,7 @@ class _Qwen3:
     ends = re.compile(f"{re.escape(_THINK_END)}|(?={re.escape(_TOOL_CALL)})")
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
-        marks = {*vocabulary.special_tokens, _THINK, _THINK_END, _TOOL_CALL}
+        marks = {*vocabulary.special_tokens, _THINK, _THINK_END, _TOOL_CALL} - {"</tool_call>"}
         longest_first = sorted(marks, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, longest_first)))
 
