@@ -276,7 +276,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's chat template; otherwise as `generate`.
 
-        `tools` are for the template only: calls of them are in the text, as in vLLM's `LLM`.
+        `tools` are for the template only: calls of them are in the text, as in vLLM's `LLM`. A content in several parts
+        of text is given to the template as it is, if it takes that, or joined by line feeds; "string" always joins.
         """
         if chat_template_content_format not in ("auto", "string"):
             raise PromptError(
@@ -292,7 +293,10 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
             **(tokenization_kwargs or {}),
         }
-        requests = self._requests(_conversations(messages), sampling_params, True, extra, lora_request)
+        conversations = _conversations(messages)
+        if chat_template_content_format == "string":
+            conversations = map(_with_joined_texts, conversations)
+        requests = self._requests(conversations, sampling_params, True, extra, lora_request)
         return self._outputs(requests, use_tqdm, on_error)
 
     def chat_iter(
@@ -658,6 +662,21 @@ def _conversations(messages: Sequence[Message] | Iterable[Sequence[Message]]) ->
     if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):
         return [messages]
     return messages  # type: ignore[return-value]
+
+
+def _with_joined_texts(conversation: Any) -> Any:
+    """A conversation whose contents are strings where they were lists of texts."""
+    if not isinstance(conversation, Sequence):
+        return conversation
+    joined: list[Any] = []
+    for message in conversation:
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(parts, list) and all(
+            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
+        ):
+            message = {**message, "content": "\n".join(part["text"] for part in parts)}
+        joined.append(message)
+    return joined
 
 
 def _text_and_prompt(prompt: Any) -> tuple[str | None, str | list[int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from blendserve.cost_model import CostModel, HardwareSpec, tensor_parallel
+from blendserve.engines.chat import ChatFeatures, check_parsers
 from blendserve.errors import ConfigError
 from blendserve.models import ModelFiles, ModelSpec, check_supported
 from blendserve.request import RequestTable, StepOutput
@@ -17,7 +18,6 @@ from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
     from blendserve.engines.batching import Executor
-    from blendserve.engines.chat import ChatFeatures
     from blendserve.planner.prefix_tree import Ints
     from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
@@ -167,8 +167,6 @@ class EngineConfig:
     @property
     def chat_features(self) -> ChatFeatures | None:
         """What the engine can do in chats; None: text in, text out, or what a server decides."""
-        from blendserve.engines.chat import ChatFeatures
-
         reads_tool_calls = self.enable_auto_tool_choice and self.tool_call_parser is not None
         if self.engine == "vllm":
             return ChatFeatures(reads_tool_calls, forces_tool_calls=reads_tool_calls, takes_media=True)
@@ -228,8 +226,6 @@ class EngineConfig:
         else:
             self._check_no_vllm()
         if self.engine == "native":
-            from blendserve.engines.chat import check_parsers
-
             self._check_tool_choice()
             check_parsers(self.tool_call_parser, self.reasoning_parser)
         given = {
@@ -293,10 +289,10 @@ class EngineConfig:
         # Before anything is read, though vLLM takes seconds to load.
         if self.engine_args or self.tool_call_parser or self.reasoning_parser:
             from blendserve.engines.vllm import check_engine_args
-            from blendserve.engines.vllm_chat import check_parsers
+            from blendserve.engines.vllm_chat import check_parsers as check_vllms_parsers
 
             check_engine_args(self.engine_args)
-            check_parsers(self.tool_call_parser, self.reasoning_parser)
+            check_vllms_parsers(self.tool_call_parser, self.reasoning_parser)
 
     def hardware_spec(self) -> HardwareSpec:
         """The profile, with the limits given here in place of its own.

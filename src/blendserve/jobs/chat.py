@@ -222,6 +222,11 @@ def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]] | None, features
             choice,
             'Add --enable-auto-tool-choice --tool-call-parser NAME to the command, or "tool_choice": "none" here.',
         )
+    for index, tool in enumerate(tools):
+        if choice != "none" and tool["function"].get("strict") and not features.forces_tool_calls:
+            raise unsupported(
+                f"tools[{index}].function.strict", True, "Leave it out, or run this line with --engine vllm."
+            )
     return choice
 
 

@@ -102,6 +102,14 @@ def test_calls_that_cannot_be_forced_name_the_engine_that_can(choice: Any) -> No
     assert "--engine vllm" in error.message
 
 
+def test_arguments_that_cannot_be_held_to_a_schema_name_the_engine_that_can() -> None:
+    error = parse(NATIVE, tools=[WEATHER, TIME])
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "tools[1].function.strict")
+    assert "--engine vllm" in error.message
+    assert isinstance(parse(NATIVE, tools=[WEATHER, TIME], tool_choice="none"), Row)
+
+
 @pytest.mark.parametrize("part_type", ["image_url", "input_audio", "video_url"])
 def test_media_that_cannot_be_taken_name_the_engine_that_can(part_type: str) -> None:
     error = parse(NATIVE, messages=[{"role": "user", "content": [{"type": part_type, part_type: {}}]}])
