@@ -42,7 +42,9 @@ HERMES = [
     call('{"name": "f", "arguments": null, "id": "x"}'),
     call('{"name": "f", "arguments": {"a": {"b": [{"c": {}}]}}}'),
     call('{"name": "f", "arguments": {"a": 1, "a": 2, "b": NaN, "c": 1e400}}'),
-    call('{"name": "größe", "arguments": {"wo": "東京 🗼", "esc": "\\u00e9\\ud83d\\ude00", "z": "a\\n\\t\\"q"}}'),
+    call(
+        '{"name": "größe", "arguments": {"wo": "東京 🗼", "esc": "\\u00e9\\ud83d\\ude00", "z": "a\\n\\t\\"q"}}'
+    ),
     call('{"name": "f", "arguments": {"text": "</think> in a string"}}'),
     call('{"name": "f", "arguments": {"text": "<tool_call> in a string"}}'),
     f"{call(ROME)}{call('broken')}",

@@ -35,7 +35,9 @@ def write_scripted_model(
         max_position_embeddings=256,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer.add_tokens([transformers.AddedToken(piece, special=False, normalized=False) for piece in pieces])
+    tokenizer.add_tokens(
+        [transformers.AddedToken(piece, special=False, normalized=False) for piece in pieces]
+    )
     tokenizer.chat_template = template
     (path / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(path)

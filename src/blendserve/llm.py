@@ -674,8 +674,9 @@ def _with_joined_texts(conversation: Any) -> Any:
         if isinstance(parts, list) and all(
             isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
-            message = {**message, "content": "\n".join(part["text"] for part in parts)}
-        joined.append(message)
+            joined.append({**message, "content": "\n".join(part["text"] for part in parts)})
+        else:
+            joined.append(message)
     return joined
 
 

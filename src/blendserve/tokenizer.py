@@ -190,7 +190,12 @@ class Tokenizer:
                 )
             except Exception:  # whatever templates and their filters raise
                 prompt = ""
-            takes = "PART-ONE" in prompt and "PART-TWO" in prompt and "'text'" not in prompt and '"text"' not in prompt
+            takes = (
+                "PART-ONE" in prompt
+                and "PART-TWO" in prompt
+                and "'text'" not in prompt
+                and '"text"' not in prompt
+            )
             self._takes_parts[template] = takes
         return self._takes_parts[template]
 
@@ -335,7 +340,9 @@ def _known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> Sequen
     is_system = [message["role"] in ("system", "developer") for message in messages]
     if is_system[0] and not any(is_system[1:]):
         return [{**messages[0], "role": "system"}, *messages[1:]]
-    texts = [_joined(message["content"]) for message, is_ours in zip(messages, is_system, strict=True) if is_ours]
+    texts = [
+        _joined(message["content"]) for message, is_ours in zip(messages, is_system, strict=True) if is_ours
+    ]
     others = [message for message, is_ours in zip(messages, is_system, strict=True) if not is_ours]
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
 

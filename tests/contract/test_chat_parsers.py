@@ -20,7 +20,9 @@ ID = re.compile(r"chatcmpl-tool-[0-9a-f]{32}|[0-9A-Za-z]{9}")
 
 
 @pytest.fixture(scope="module")
-def make_tokenizer(bundled_model: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokenizer]:
+def make_tokenizer(
+    bundled_model: ModelFiles, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Tokenizer]:
     """The bundled tokenizer with tokens for marks."""
     from transformers import AddedToken, AutoTokenizer
 
@@ -44,13 +46,12 @@ def without_args(make_tokenizer: Callable[..., Tokenizer]) -> Tokenizer:
     return make_tokenizer(tuple(mark for mark in MARKS if mark != "[ARGS]"))
 
 
-def compare(
-    tokenizer: Tokenizer, tools: str | None, reasoning: str | None, text: str, **chat: Any
-) -> None:
+def compare(tokenizer: Tokenizer, tools: str | None, reasoning: str | None, text: str, **chat: Any) -> None:
     """Read an answer with both."""
     from vllm.parser import ParserManager
 
-    from blendserve.engines.vllm_chat import ChatAnswer, ChatReader as VLLMReader
+    from blendserve.engines.vllm_chat import ChatAnswer
+    from blendserve.engines.vllm_chat import ChatReader as VLLMReader
 
     given = {"tools": TOOLS, "tool_choice": "auto", **chat} if tools else chat
     ours = ChatReader(tokenizer, tools, reasoning).open(orjson.dumps(given))

@@ -48,9 +48,7 @@ def model(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def run(model: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "blendserve.cli", *map(str, arguments)]
     flags = ["--model", str(model), "--served-model-name", "tiny", "--dtype", "float32"]
-    return subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_tools_and_reasoning(model: Path, tmp_path: Path) -> None:
@@ -79,7 +77,9 @@ def test_tools_and_reasoning(model: Path, tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", lines)
     done = run(model, "run", requests, "-o", tmp_path / "out.jsonl", *PARSERS)
     assert done.returncode == 1, done.stderr
-    answers = {name: ChatCompletion.model_validate(body(line)) for name, line in read(tmp_path / "out.jsonl").items()}
+    answers = {
+        name: ChatCompletion.model_validate(body(line)) for name, line in read(tmp_path / "out.jsonl").items()
+    }
     found = {name: answer.choices[0] for name, answer in answers.items()}
 
     def told(name: str) -> tuple[Any, ...]:
@@ -116,7 +116,10 @@ def test_tools_and_reasoning(model: Path, tmp_path: Path) -> None:
     again = run(model, "run-batch", "-i", requests, "-o", tmp_path / "batch.jsonl", *PARSERS)
     assert again.returncode == 1, again.stderr
     batch = read(tmp_path / "batch.jsonl")
-    assert body(batch["call"])["choices"][0]["message"] == body(read(tmp_path / "out.jsonl")["call"])["choices"][0]["message"]
+    assert (
+        body(batch["call"])["choices"][0]["message"]
+        == body(read(tmp_path / "out.jsonl")["call"])["choices"][0]["message"]
+    )
     other = run(model, "run", requests, "-o", tmp_path / "out.jsonl", "--reasoning-parser", "qwen3")
     assert other.returncode == 2
     assert "engine_args" in other.stderr

@@ -125,7 +125,9 @@ class TestChat:
         texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
         messages = [{"role": "user", "content": texts}, {"role": "tool", "content": texts}, *QUESTION]
         plain = with_template(
-            bundled_model, tmp_path / "plain", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+            bundled_model,
+            tmp_path / "plain",
+            "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
         )
         assert plain.render_chat(messages) == f"user:one\ntwo;tool:one\ntwo;user:{QUESTION[0]['content']};"
         parts = with_template(
@@ -134,7 +136,9 @@ class TestChat:
             "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
             "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}",
         )
-        assert parts.render_chat(messages) == f"user:[one][two];tool:one\ntwo;user:[{QUESTION[0]['content']}];"
+        assert (
+            parts.render_chat(messages) == f"user:[one][two];tool:one\ntwo;user:[{QUESTION[0]['content']}];"
+        )
 
     def test_developers_may_write_in_parts(self, byte_level: Tokenizer) -> None:
         texts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]

@@ -273,8 +273,8 @@ ToolCallParser = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What reads tool calls out of answers, by vLLM's name: hermes, llama3_json, mistral; with vLLM all of its. "
-        "With --enable-auto-tool-choice.",
+        help="What reads tool calls out of answers, by vLLM's name: hermes, llama3_json, mistral; with "
+        "vLLM all of its. With --enable-auto-tool-choice.",
         rich_help_panel=CHAT_PANEL,
     ),
 ]

@@ -411,7 +411,9 @@ class ChatReader:
             ("--tool-call-parser", tool_call_parser, self.tool_parser),
             ("--reasoning-parser", reasoning_parser, self.reasoning_parser),
         ):
-            lacking = [token for token in (parser.tokens if parser else ()) if tokenizer.token_id(token) is None]
+            lacking = [
+                token for token in (parser.tokens if parser else ()) if tokenizer.token_id(token) is None
+            ]
             if lacking:
                 raise ConfigError(
                     f"{flag} {name} does not fit this model: its tokenizer has no token {lacking[0]}; "

@@ -140,7 +140,9 @@ def _parse_documents(documents: Any, template_kwargs: dict[str, Any] | None) -> 
         for document in documents
     )
     if not are_texts:
-        raise invalid("documents", documents, 'a list of objects of strings, such as {"title": ..., "text": ...}')
+        raise invalid(
+            "documents", documents, 'a list of objects of strings, such as {"title": ..., "text": ...}'
+        )
     if "documents" in (template_kwargs or {}):
         raise invalid("documents", documents, "none, as there are some in 'chat_template_kwargs'")
     return {"documents": documents}

@@ -80,11 +80,15 @@ def test_options_of_vllm_are_for_those_that_have_them(engine: Any, name: str, va
 
 def test_parsers_of_the_native_engine() -> None:
     EngineConfig(enable_auto_tool_choice=True, tool_call_parser="mistral", reasoning_parser="qwen3").check()
-    with pytest.raises(ConfigError, match="--tool-call-parser does nothing without --enable-auto-tool-choice"):
+    with pytest.raises(
+        ConfigError, match="--tool-call-parser does nothing without --enable-auto-tool-choice"
+    ):
         EngineConfig(tool_call_parser="hermes").check()
-    with pytest.raises(ConfigError, match="--tool-call-parser hermez: .* did you mean hermes"):
+    with pytest.raises(ConfigError, match=r"--tool-call-parser hermez: .* did you mean hermes"):
         EngineConfig(enable_auto_tool_choice=True, tool_call_parser="hermez").check()
-    with pytest.raises(ConfigError, match="--reasoning-parser glm45: .* it has deepseek_r1, qwen3.*--engine vllm"):
+    with pytest.raises(
+        ConfigError, match=r"--reasoning-parser glm45: .* it has deepseek_r1, qwen3.*--engine vllm"
+    ):
         EngineConfig(reasoning_parser="glm45").check()
 
 

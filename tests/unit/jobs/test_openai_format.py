@@ -329,7 +329,10 @@ def test_chat_row():
         custom_id="a",
         url=CHAT_URL,
         model="m",
-        chat=[{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        chat=[
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
         prompt=None,
         params=SamplingParams(
             temperature=0.0,

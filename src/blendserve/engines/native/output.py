@@ -41,8 +41,9 @@ class RequestOutput:
         answer: what the text is read with, if it is an answer in a chat of an engine that has parsers.
     """
 
-    __slots__ = ("_answer", "_checked", "_ends", "_searched_from", "_skip_special_tokens", "_stream", "_text", "_tokenizer",
-                 "finish_reason", "logprobs", "max_tokens", "params", "stop_reason", "token_ids")  # fmt: skip
+    __slots__ = ("_answer", "_checked", "_ends", "_searched_from", "_skip_special_tokens", "_stream", "_text",
+                 "_tokenizer", "finish_reason", "logprobs", "max_tokens", "params", "stop_reason",
+                 "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -59,7 +60,9 @@ class RequestOutput:
         self.stop_reason: str | int | None = None
         self._tokenizer = tokenizer
         self._answer = answer
-        self._skip_special_tokens = params.skip_special_tokens if answer is None else answer.skip_special_tokens
+        self._skip_special_tokens = (
+            params.skip_special_tokens if answer is None else answer.skip_special_tokens
+        )
         self._stream = tokenizer.stream(self._skip_special_tokens) if tokenizer and params.stop else None
         self._text = ""
         self._checked = 0  # characters of _text in which a stop string may no longer end
