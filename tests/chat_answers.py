@@ -77,7 +77,6 @@ LLAMA = [
 ]
 
 MISTRAL = [
-    "",
     "plain text",
     f"[TOOL_CALLS][{ROME}]",
     f"[TOOL_CALLS] [{ROME}, {NOON}]",
@@ -91,7 +90,6 @@ MISTRAL = [
 """of tokenizers without [ARGS]; broken ones are left as they are here, and cut by vLLM"""
 
 MISTRAL_NAMED = [
-    "",
     "plain text",
     '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
     '[TOOL_CALLS]weather{"city": "Rome"}',

@@ -16,7 +16,7 @@ from tests.chat_answers import HERMES, LLAMA, MARKS, MISTRAL, MISTRAL_NAMED, THO
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
-ID = re.compile(r"chatcmpl-tool-[0-9a-f]{32}|[0-9A-Za-z]{9}")
+ID = re.compile(r"chatcmpl-tool-[0-9a-f]{16}|[0-9A-Za-z]{9}")
 
 
 @pytest.fixture(scope="module")

@@ -246,7 +246,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def _openai_id(digest: bytes) -> str:
-    return f"chatcmpl-tool-{digest.hex()}"
+    return f"chatcmpl-tool-{digest.hex()[:16]}"
 
 
 def _call(name: Any, arguments: Any) -> ToolCall:
@@ -331,7 +331,7 @@ class _Mistral:
             calls = self._named(parts) if self._has_names_first else self._listed(parts)
         except _MALFORMED:
             return text, []
-        return content, calls
+        return content.strip() if self._has_names_first else content, calls
 
     def _listed(self, parts: list[str]) -> list[ToolCall]:
         if not parts:

@@ -164,7 +164,7 @@ class ChatAnswer:
             reads_reasoning=reads_reasoning,
             include_reasoning=bool(request.include_reasoning),
             num_reasoning_tokens=int(parser.count_reasoning_tokens(token_ids)) if reads_reasoning else None,
-            make_id=lambda _index: f"chatcmpl-tool-{uuid4().hex}",
+            make_id=lambda _index: f"chatcmpl-tool-{uuid4().hex[:16]}",
         )
 
 
