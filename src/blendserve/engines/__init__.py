@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from blendserve.cost_model import CostModel, HardwareSpec, tensor_parallel
 from blendserve.errors import ConfigError
 from blendserve.models import ModelFiles, ModelSpec, check_supported
-from blendserve.request import RequestTable, StepOutput
+from blendserve.request import RequestTable, SamplingParams, StepOutput
 from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
@@ -52,6 +52,42 @@ _OUTPUT_ENGINE_ARGS = frozenset(
         "structured_outputs_config",
     }
 )
+_LOGIT_PARAMETERS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "logit_bias",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
+_CONSTRAINTS = frozenset(
+    {
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "response_format",
+        "structured_outputs",
+    }
+)
+EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
+    "native": _LOGIT_PARAMETERS | _CONSTRAINTS | {"echo", "logprob_token_ids", "prompt_logprobs"},
+    "vllm": _LOGIT_PARAMETERS
+    | _CONSTRAINTS
+    | {
+        "include_reasoning",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "thinking_token_budget",
+        "tool_choice",
+        "tools",
+    },
+    "simulated": frozenset(),
+    "openai": frozenset(),
+}
+"""parameters of a request that not every engine can do, by engine; to a server bodies go as they are"""
 DEFAULT_MAX_CONCURRENCY = 128
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
@@ -159,9 +195,20 @@ class EngineConfig:
         return self.engine == "openai"
 
     @property
-    def extra_parameters(self) -> bool:
-        """Whether the engine can do the parameters of `SamplingParams.extra`."""
-        return self.engine == "vllm"
+    def extra_parameters(self) -> frozenset[str]:
+        """Those of `EXTRA_PARAMETERS` that the engine can do."""
+        return EXTRA_PARAMETERS[self.engine]
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what the engine could not do with a request, as far as that is known before it is opened.
+
+        Raises:
+            RequestError: see above.
+        """
+        if self.engine == "native" and params.extra:
+            from blendserve.engines.native.grammar import check_constraint
+
+            check_constraint(params)
 
     @property
     def reads_tool_calls(self) -> bool:

@@ -15,13 +15,14 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
 import orjson
 
+from blendserve.engines import EXTRA_PARAMETERS, EngineName
 from blendserve.errors import RequestError
 from blendserve.jobs.body import invalid, require, shown
 from blendserve.jobs.chat import CHAT_PARAMETERS, parse_chat
@@ -41,6 +42,7 @@ URLS = (CHAT_URL, COMPLETIONS_URL)
 _MAX_N = 128
 _MAX_CUSTOM_ID_CHARACTERS = 1024
 _MAX_LOGPROBS = 20
+_MAX_LOGPROB_TOKEN_IDS = 128
 _MIN_LOGPROB = -9999.0
 """OpenAI's value for "very unlikely"; JSON has no -Infinity"""
 _ESCAPED_SEPARATORS = tuple(
@@ -135,10 +137,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "routed_experts_prompt_start": (0,),
     "repetition_detection": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "mm_payload": ("tensors",),
+    "return_mm_kwargs": (),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
@@ -157,27 +164,41 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Parameters of OpenAI or vLLM that cannot be honoured, with the values besides null that ask for nothing."""
 
-_EXTRA = (
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "logit_bias",
-    "presence_penalty",
-    "repetition_penalty",
-    "response_format",
-    "structured_outputs",
-    "thinking_token_budget",
-)
-"""Those of `_UNSUPPORTED` that some engines can do, beside `CHAT_PARAMETERS` in chats."""
+_ONLY_COMPLETIONS = frozenset({"echo"})
+"""Those of `_UNSUPPORTED` that no engine does in chats; those of `CHAT_PARAMETERS` are for chats alone."""
+_REMEDIES = {
+    "best_of": "Ask for 'n' completions with 'logprobs' and keep the best of them.",
+    "use_beam_search": "Ask for 'n' completions with 'logprobs' and keep the best of them.",
+}
+"""what to do instead of what no engine does"""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 """keys of 'structured_outputs' of which there is one"""
 _CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 _PARAMETERS = frozenset().union(*_HONOURED_BY_URL.values(), _IGNORED, _UNSUPPORTED)
+
+
+Support = Literal["yes", "no effect", "forwarded", "refused"]
+"""what becomes of a parameter: honoured; accepted, as it changes nothing about a completion; sent on, for a server to
+judge; an error of its line, unless its value asks for nothing"""
+
+
+def parameter_support(engine: EngineName, url: str) -> dict[str, Support]:
+    """What becomes of each parameter of OpenAI's and vLLM's requests to a url."""
+
+    def support(name: str) -> Support:
+        if engine == "openai":
+            return "forwarded"
+        if name in _HONOURED_BY_URL[url] or engine in _engines_with(name, url):
+            return "yes"
+        return "no effect" if name in _IGNORED else "refused"
+
+    return {name: support(name) for name in sorted(_PARAMETERS)}
+
+
+def values_that_ask_for_nothing(name: str) -> tuple[Any, ...]:
+    """Those besides null that are accepted of a parameter that is refused otherwise."""
+    return _UNSUPPORTED.get(name, ())
 
 
 class Tokenizer(Protocol):
@@ -201,6 +222,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> Sequence[Sequence[int]]:
         """Token ids of each text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Text of the tokens, without special ones."""
         ...
 
     def token_text(self, token_id: int, /) -> str:
@@ -293,15 +318,15 @@ def read_rows(
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
     column_mapping: Mapping[str, str] | None = None,
     pass_through: bool = False,
-    extra_parameters: bool = False,
+    extra_parameters: Set[str] = frozenset(),
     reads_tool_calls: bool = False,
 ) -> Iterator[Row | LineError]:
     """Every line of the sources that is not blank, in order.
 
     `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
-    `pass_through` bodies are kept as they are, for a server to judge; with `extra_parameters` penalties, structured
-    outputs and the like are put into `SamplingParams.extra`, and tools into `SamplingParams.chat`, instead of refused;
-    `reads_tool_calls` says that tool calls can be read out of answers. For the other options see `sources.read_lines`.
+    `pass_through` bodies are kept as they are, for a server to judge. `extra_parameters` are those that the engine can
+    do beside what all engines can (see `engines.EXTRA_PARAMETERS`); others are refused. `reads_tool_calls` says that
+    tool calls can be read out of answers. For the other options see `sources.read_lines`.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -331,7 +356,7 @@ def parse_line(
     output_tokens_field: str | None = None,
     file: str | None = None,
     pass_through: bool = False,
-    extra_parameters: bool = False,
+    extra_parameters: Set[str] = frozenset(),
     reads_tool_calls: bool = False,
 ) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
@@ -457,7 +482,7 @@ def _parse_row(
     file: str | None,
     num_bytes: int,
     pass_through: bool,
-    extra_parameters: bool,
+    extra_parameters: Set[str],
     reads_tool_calls: bool,
 ) -> Row:
     if unknown := next((name for name in envelope if name not in ENVELOPE_KEYS), None):
@@ -503,7 +528,7 @@ def row_of_body(
     file: str | None = None,
     num_bytes: int = 0,
     pass_through: bool = False,
-    extra_parameters: bool = False,
+    extra_parameters: Set[str] = frozenset(),
     reads_tool_calls: bool = False,
 ) -> Row:
     """The row of a request body, for one of `URLS`.
@@ -521,7 +546,7 @@ def row_of_body(
     if pass_through:
         return _pass_through_row(line, custom_id, url, values, output_tokens_field, file, num_bytes)
     chat = url == CHAT_URL
-    _check_names(values, url, output_tokens_field, _extra_names(chat) if extra_parameters else ())
+    _check_names(values, url, output_tokens_field, extra_parameters)
     if body.present("max_tokens") and body.present("max_completion_tokens"):
         raise RequestError(
             "invalid_request",
@@ -532,7 +557,10 @@ def row_of_body(
     template_kwargs = body.mapping("chat_template_kwargs")
     conversation = (
         parse_chat(
-            values, template_kwargs, extra_parameters=extra_parameters, reads_tool_calls=reads_tool_calls
+            values,
+            template_kwargs,
+            extra_parameters="tools" in extra_parameters,
+            reads_tool_calls=reads_tool_calls,
         )
         if chat
         else None
@@ -548,7 +576,7 @@ def row_of_body(
             body,
             chat,
             max_tokens,
-            _parse_extra(body) if extra_parameters else b"",
+            b"" if values.keys().isdisjoint(extra_parameters) else _parse_extra(body),
             b"" if conversation is None else conversation.reading,
         ),
         max_tokens=max_tokens,
@@ -629,24 +657,27 @@ def _likeness(values: dict[str, Any]) -> str | list[int]:
     return "\n".join(parts)
 
 
-def _extra_names(chat: bool) -> tuple[str, ...]:
-    return _EXTRA + CHAT_PARAMETERS if chat else _EXTRA
+def _engines_with(name: str, url: str) -> list[EngineName]:
+    """The engines that can do one of `_UNSUPPORTED` in requests to a url."""
+    if name in (_ONLY_COMPLETIONS if url == CHAT_URL else CHAT_PARAMETERS):
+        return []
+    return [engine for engine, names in EXTRA_PARAMETERS.items() if name in names]
 
 
-def _check_names(
-    values: dict[str, Any], url: str, output_tokens_field: str | None, extra: Sequence[str]
-) -> None:
+def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | None, extra: Set[str]) -> None:
     honoured = _HONOURED_BY_URL[url]
     for name, value in values.items():
-        if name in honoured or name in _IGNORED or name == output_tokens_field or name in extra:
+        if name in honoured or name in _IGNORED or name == output_tokens_field:
             continue
         if name in _UNSUPPORTED:
-            if value is None or value in _UNSUPPORTED[name]:
+            engines = _engines_with(name, url)
+            if value is None or value in _UNSUPPORTED[name] or (engines and name in extra):
                 continue
-            where = "with --engine vllm" if name in _extra_names(url == CHAT_URL) else "elsewhere"
+            where = " or ".join(f"--engine {engine}" for engine in engines)
+            remedy = f"Remove '{name}' or run this line {f'with {where}' if where else 'elsewhere'}."
             raise RequestError(
                 "unsupported_parameter",
-                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line {where}.",
+                f"'{name}': {shown(value)} is not supported. {_REMEDIES.get(name, remedy)}",
                 param=name,
             )
         other_url = next((other for other, names in _HONOURED_BY_URL.items() if name in names), None)
@@ -670,6 +701,15 @@ def _parse_sampling_params(
             raise invalid("top_logprobs", top_logprobs, "'logprobs': true beside it")
     else:
         logprobs = body.integer("logprobs", 0, _MAX_LOGPROBS)
+    labels = tuple(body.token_ids("logprob_token_ids"))
+    if len(labels) > _MAX_LOGPROB_TOKEN_IDS:
+        raise invalid("logprob_token_ids", len(labels), f"at most {_MAX_LOGPROB_TOKEN_IDS} token ids")
+    if labels and logprobs is None:
+        raise invalid("logprob_token_ids", labels, "'logprobs' beside it")
+    echo = body.boolean("echo")
+    prompt_logprobs = body.integer("prompt_logprobs", 0, _MAX_LOGPROBS)
+    if echo and prompt_logprobs is None:
+        prompt_logprobs = logprobs
     min_tokens = body.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid("min_tokens", min_tokens, f"at most 'max_tokens', which is {max_tokens}")
@@ -686,6 +726,9 @@ def _parse_sampling_params(
         min_tokens=min_tokens,
         skip_special_tokens=body.boolean("skip_special_tokens", True),
         logprobs=logprobs,
+        logprob_token_ids=labels,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
         extra=extra,
         chat=reading,
     )
@@ -708,6 +751,8 @@ def _parse_extra(body: _Body) -> bytes:
         extra["bad_words"] = words
     if body.present("allowed_token_ids"):
         extra["allowed_token_ids"] = body.token_ids("allowed_token_ids")
+        if not extra["allowed_token_ids"]:
+            raise invalid("allowed_token_ids", [], "at least one token id")
     if (budget := body.integer("thinking_token_budget", 0)) is not None:
         extra["thinking_token_budget"] = budget
     if (constraint := _parse_constraint(body)) is not None:
@@ -886,8 +931,12 @@ def success_line(
     model: str,
     num_prompt_tokens: int,
     tokenizer: Tokenizer,
+    prompt: Sequence[int] = (),
+    echo: bool = False,
 ) -> bytes:
     """The line of the output file for a row with all its completions, in sample order.
+
+    `prompt` has its token ids where `echo` or the log probabilities of a prompt need them.
 
     The prompt counts once however many completions share it, and so do its cached tokens: they are those of
     the completion that found least in the cache, the one that computed the prompt for the others. The answer of a
@@ -906,16 +955,23 @@ def success_line(
     if completions[0].num_reasoning_tokens is not None:
         num_reasoning_tokens = sum(completion.num_reasoning_tokens or 0 for completion in completions)
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-    body = {
+    prompt_logprobs = completions[0].prompt_logprobs
+    told = None if prompt_logprobs is None else _prompt_logprobs(prompt_logprobs, tokenizer)
+    echoed = _Echo(tokenizer.decode(prompt), prompt, prompt_logprobs) if echo else None
+    body: dict[str, Any] = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": [
-            _choice(index, completion, chat, tokenizer) for index, completion in enumerate(completions)
+            _choice(index, completion, chat, tokenizer, echoed)
+            for index, completion in enumerate(completions)
         ],
         "usage": usage,
     }
+    if told is not None:
+        for part in (body,) if chat else body["choices"]:
+            part["prompt_logprobs"] = told
     return _result_line(row.custom_id, 200, body)
 
 
@@ -973,7 +1029,17 @@ def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) 
     return line
 
 
-def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
+class _Echo(NamedTuple):
+    """The prompt, to be told in front of an output."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[TokenLogprob] | None
+
+
+def _choice(
+    index: int, completion: Completion, chat: bool, tokenizer: Tokenizer, echo: _Echo | None
+) -> dict[str, Any]:
     logprobs = completion.logprobs
     choice: dict[str, Any] = {"index": index}
     if chat:
@@ -984,8 +1050,8 @@ def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer
         }
         choice["logprobs"] = None if logprobs is None else _chat_logprobs(logprobs, tokenizer)
     else:
-        choice["text"] = completion.text
-        choice["logprobs"] = None if logprobs is None else _completions_logprobs(logprobs, tokenizer)
+        choice["text"] = completion.text if echo is None else echo.text + completion.text
+        choice["logprobs"] = None if logprobs is None else _completions_logprobs(logprobs, tokenizer, echo)
     choice["finish_reason"] = completion.finish_reason
     choice["stop_reason"] = completion.stop_reason
     return choice
@@ -1008,7 +1074,48 @@ def _chat_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def _completions_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+def _prompt_logprobs(
+    logprobs: list[TokenLogprob], tokenizer: Tokenizer
+) -> list[dict[str, dict[str, Any]] | None]:
+    """By token id, as vLLM's server tells them; of the first token there are none."""
+    places: list[dict[str, dict[str, Any]] | None] = [None]
+    for token in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
+        places.append(
+            {
+                str(token_id): {
+                    "logprob": _finite(logprob),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": tokenizer.token_text(token_id),
+                }
+                for token_id, logprob in {token.token_id: token.logprob, **dict(token.top)}.items()
+            }
+        )
+    return places
+
+
+def _completions_logprobs(
+    logprobs: list[TokenLogprob], tokenizer: Tokenizer, echo: _Echo | None
+) -> dict[str, Any]:
+    found = _output_logprobs(logprobs, tokenizer)
+    if echo is None or echo.logprobs is None:
+        return found
+    before = _output_logprobs(echo.logprobs, tokenizer)
+    first = tokenizer.token_text(echo.token_ids[0])
+    length = len(first) + sum(map(len, before["tokens"]))
+    return {
+        "tokens": [first, *before["tokens"], *found["tokens"]],
+        "token_logprobs": [None, *before["token_logprobs"], *found["token_logprobs"]],
+        "top_logprobs": [None, *before["top_logprobs"], *found["top_logprobs"]],
+        "text_offset": [
+            0,
+            *(len(first) + offset for offset in before["text_offset"]),
+            *(length + offset for offset in found["text_offset"]),
+        ],
+    }
+
+
+def _output_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
     tokens = [tokenizer.token_text(token.token_id) for token in logprobs]
     offsets, offset = [], 0
     for text in tokens:

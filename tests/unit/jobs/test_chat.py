@@ -6,6 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
+from blendserve.engines import EXTRA_PARAMETERS
 from blendserve.jobs.openai_format import LineError, PreparedRow, Row, parse_line, success_line
 from blendserve.jobs.prepare import Prepared, prepare
 from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
@@ -27,7 +28,9 @@ def line(custom_id: str = "r", **body: Any) -> bytes:
 
 
 def parse(*, reads_tool_calls: bool = True, **body: Any) -> Row | LineError:
-    return parse_line(1, line(**body), extra_parameters=True, reads_tool_calls=reads_tool_calls)
+    return parse_line(
+        1, line(**body), extra_parameters=EXTRA_PARAMETERS["vllm"], reads_tool_calls=reads_tool_calls
+    )
 
 
 def row_of(**body: Any) -> Row:
@@ -229,7 +232,7 @@ def test_parts_that_vllm_does_not_read_are_refused(part_type: Any) -> None:
 def test_each_request_finds_the_media_of_its_row() -> None:
     bodies = [{}, with_image(url="a", n=2), {}, with_image(url="b")]
     rows = (
-        parse_line(number, line(f"r{number}", **body), extra_parameters=True)
+        parse_line(number, line(f"r{number}", **body), extra_parameters=EXTRA_PARAMETERS["vllm"])
         for number, body in enumerate(bodies, start=1)
     )
     requests = prepare(rows, ApproximateTokenizer(), served_model_name="m", max_model_len=1000).requests
@@ -304,12 +307,12 @@ def test_a_line_runs_with_the_adapter_that_it_names() -> None:
 
 def test_adapters_share_no_prefix() -> None:
     requests = prepared_for(["base", "sql", "base", "sql", "base"], adapters={"sql": "./sql"}).requests
-    assert requests.adapter_index is not None
-    assert requests.adapter_index.tolist() == [0, 1, 0, 1, 0]
-    order = PromptOrder.of(requests.tokens, requests.adapter_index)
+    assert requests.prefix_groups is not None
+    assert requests.prefix_groups.tolist() == [0, 1, 0, 1, 0]
+    order = PromptOrder.of(requests.tokens, requests.prefix_groups)
     assert order.requests.tolist() == [0, 2, 4, 1, 3]
     length = int(requests.prompt_tokens[0])
     assert order.common.tolist() == [0, length, length, 0, length]
     tree = PrefixTree.build(order, requests.prompt_tokens)
     assert tree.num_unique_units == 2 * length
-    assert prepared_for(["sql", "sql"], adapters={"sql": "./sql"}).requests.adapter_index is None
+    assert prepared_for(["sql", "sql"], adapters={"sql": "./sql"}).requests.prefix_groups is None

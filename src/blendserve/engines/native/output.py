@@ -14,6 +14,15 @@ class Detokenizer(Protocol):
 
     eos_token_ids: frozenset[int]
 
+    @property
+    def definition(self) -> tuple[str, int]:
+        """The text of its tokenizer.json, and one more than its highest token id."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text."""
+        ...
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens."""
         ...
