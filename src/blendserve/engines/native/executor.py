@@ -388,9 +388,8 @@ class TorchExecutor:
                     self._failures[request] = _no_token(len(output.token_ids), state)
                     self._complete.add(request)
                     continue
-                if state is not None:
-                    state.append(token_id)
-                if output.append(token_id, logprob):
+                ends_grammar = state is not None and state.append(token_id)
+                if output.append(token_id, logprob, ends_grammar=ends_grammar):
                     self._complete.add(request)
 
     def _without_surplus(self, batch: Batch) -> Batch:

@@ -6,7 +6,6 @@ first pass over the prompt; what an output stands at is then a function of its t
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,7 +88,7 @@ def _definition(constraint: bytes) -> str:
     if isinstance(schema, str):
         schema = orjson.loads(schema)
     if values.get("disable_additional_properties"):
-        schema = _closed(copy.deepcopy(schema))
+        schema = _closed(schema)
     options: dict[str, Any] = {"whitespace_flexible": not values.get("disable_any_whitespace")}
     if pattern := values.get("whitespace_pattern"):
         options["whitespace_pattern"] = pattern
@@ -145,14 +144,15 @@ class Grammar:
             return str(error)
         return str(self.matcher.get_error()) if self.matcher.is_error() else ""
 
-    def append(self, token_id: int) -> None:
-        """Take note of the next token."""
+    def append(self, token_id: int) -> bool:
+        """Take note of the next token; whether it is the end."""
         if self._has_ended:
-            return
+            return False
         if token_id in self._eos_token_ids:
             self._has_ended = True
         elif not self.must_end:
             self.matcher.consume_token(token_id)
+        return self._has_ended
 
 
 class Grammars:

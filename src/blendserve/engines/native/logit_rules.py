@@ -99,12 +99,11 @@ class LogitState:
         if rules.has_penalties:
             self._counts = _Counts(prompt if rules.repetition_penalty != 1.0 else prompt[:0])
 
-    def append(self, token_id: int) -> None:
-        """Take note of the next token."""
+    def append(self, token_id: int) -> bool:
+        """Take note of the next token; whether it is the end of what the grammar describes."""
         if self._counts is not None:
             self._counts.add(token_id)
-        if self.grammar is not None:
-            self.grammar.append(token_id)
+        return self.grammar is not None and self.grammar.append(token_id)
 
     def suppressed(self, token_ids: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word behind these."""

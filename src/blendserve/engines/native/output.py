@@ -64,12 +64,14 @@ class RequestOutput:
             return ()
         return (*self._eos_token_ids, *self.params.stop_token_ids)
 
-    def append(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
-        """Add a token; True if the request is complete with it."""
+    def append(
+        self, token_id: int, logprob: TokenLogprob | None = None, *, ends_grammar: bool = False
+    ) -> bool:
+        """Add a token; True if the request is complete with it. The end of a grammar goes before `min_tokens`."""
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
-        has_min_tokens = len(self.token_ids) >= self.params.min_tokens
+        has_min_tokens = ends_grammar or len(self.token_ids) >= self.params.min_tokens
         if has_min_tokens and not self.params.ignore_eos and token_id in self._eos_token_ids:
             self.finish_reason = "stop"
         elif has_min_tokens and token_id in self.params.stop_token_ids:
