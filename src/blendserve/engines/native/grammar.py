@@ -55,10 +55,8 @@ def _problem(constraint: bytes) -> tuple[str, str] | None:
     if not is_error:
         return None
     kind = next(_KINDS[name] for name in orjson.loads(constraint) if name in _KINDS)
-    return (
-        "invalid_request",
-        f"No output can be held to this {kind}: {problems[0].strip()}. Correct the {kind}.",
-    )
+    reason = " ".join(problems[0].split())  # it draws pictures
+    return "invalid_request", f"No output can be held to this {kind}: {reason}. Correct the {kind}."
 
 
 _KINDS = {
