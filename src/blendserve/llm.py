@@ -40,7 +40,7 @@ from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, find_m
 from blendserve.jobs.sources import CHAT_URL, COMPLETIONS_URL
 from blendserve.outputs import CompletionOutput, Logprob, RequestOutput
 from blendserve.planner.plan import PlanConfig
-from blendserve.request import Adapter, Completion, Failure, RequestTable, StepOutput
+from blendserve.request import Adapter, Completion, Failure, RequestTable, StepOutput, TokenLogprob
 from blendserve.sampling_params import SamplingParams
 from blendserve.scheduling.policies import POLICIES, PolicyName
 from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
@@ -472,6 +472,7 @@ class LLM:
                 any_model=True,
                 seed=self._config.seed,
                 fill_context=True,
+                check_params=self._config.engine.check_params,
             )
             if prepared.errors and on_error == "raise":
                 first = prepared.errors[0]
@@ -565,34 +566,42 @@ class LLM:
             token_ids = None  # those of a chat with images are vLLM's
         elif row.url == CHAT_URL and isinstance(self._tokenizer, Tokenizer):
             text = self._tokenizer.decode(token_ids or [], skip_special_tokens=False)
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if answer.result[0].prompt_logprobs is not None:
+            prompt_logprobs = [None, *map(self._logprobs, answer.result[0].prompt_logprobs)]
         server_answer = answer.result[0].body
-        adapter = prepared.requests.sampling_params(request).adapter
+        params = prepared.requests.sampling_params(request)
+        adapter = params.adapter
         return RequestOutput(
             request_id=row.custom_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            outputs=[self._completion_output(*item) for item in enumerate(answer.result)]
+            prompt_logprobs=prompt_logprobs,
+            outputs=[
+                self._completion_output(index, completion, not params.logprob_token_ids)
+                for index, completion in enumerate(answer.result)
+            ]
             if server_answer is None
             else [_server_output(choice) for choice in server_answer.get("choices") or ()],
             lora_request=None if adapter is None else self._lora_requests[adapter],
             num_cached_tokens=min(completion.num_cached_tokens for completion in answer.result),
         )
 
-    def _completion_output(self, index: int, completion: Completion) -> CompletionOutput:
+    def _logprobs(self, token: TokenLogprob, *, is_ranked: bool = True) -> dict[int, Logprob]:
+        """Those of a place; `is_ranked` where its alternatives are the most likely tokens."""
+        assert isinstance(self._tokenizer, Tokenizer)
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)} if is_ranked else {}
+        entries = {token.token_id: token.logprob, **dict(token.top)}
+        return {
+            token_id: Logprob(value, ranks.get(token_id), self._tokenizer.token_text(token_id))
+            for token_id, value in entries.items()
+        }
+
+    def _completion_output(self, index: int, completion: Completion, is_ranked: bool) -> CompletionOutput:
         logprobs, cumulative = None, None
         if completion.logprobs is not None:
-            assert isinstance(self._tokenizer, Tokenizer)
             cumulative = sum(token.logprob for token in completion.logprobs)
-            logprobs = []
-            for token in completion.logprobs:
-                ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
-                entries = {token.token_id: token.logprob, **dict(token.top)}
-                logprobs.append(
-                    {
-                        token_id: Logprob(value, ranks.get(token_id), self._tokenizer.token_text(token_id))
-                        for token_id, value in entries.items()
-                    }
-                )
+            logprobs = [self._logprobs(token, is_ranked=is_ranked) for token in completion.logprobs]
         return CompletionOutput(
             index,
             completion.text,

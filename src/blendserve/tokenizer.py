@@ -101,6 +101,11 @@ class Tokenizer:
         """The tokenizer as transformers has it."""
         return self._tokenizer
 
+    @property
+    def definition(self) -> tuple[str, int]:
+        """The text of its tokenizer.json, with all added tokens, and one more than its highest token id."""
+        return self._backend.to_str(), max(self._backend.get_vocab().values()) + 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add no special tokens to a rendered chat, its template wrote them already."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -266,6 +271,10 @@ class ApproximateTokenizer:
     ) -> str:
         """The messages as JSON; the model has a template of its own."""
         return json.dumps([*(tools or ()), *messages], ensure_ascii=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their bytes as text."""
+        return b"".join(token_id.to_bytes(4, "little") for token_id in token_ids).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The four bytes."""

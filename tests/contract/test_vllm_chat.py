@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from blendserve.engines import EngineConfig
+from blendserve.engines import EXTRA_PARAMETERS, EngineConfig
 from blendserve.errors import ConfigError
 from blendserve.jobs.job import GatheredResults
 from blendserve.jobs.openai_format import Row, row_of_body
@@ -59,7 +59,7 @@ def prepared(tokenizer: Tokenizer, *bodies: dict[str, Any], **options: Any) -> P
             CHAT_URL,
             line=number,
             custom_id=f"r{number}",
-            extra_parameters=True,
+            extra_parameters=EXTRA_PARAMETERS["vllm"],
             chat_features=EngineConfig(
                 engine="vllm", enable_auto_tool_choice=True, tool_call_parser="hermes"
             ).chat_features,

@@ -29,6 +29,13 @@ SCRIPTS = {
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 ]
+ROME = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STRICT = [{"type": "function", "function": {"name": "weather", "parameters": ROME, "strict": True}}]
 CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 HISTORY = [
     {"role": "developer", "content": "Hello"},
@@ -71,7 +78,9 @@ def test_tools_and_reasoning(model: Path, tmp_path: Path) -> None:
             continue_final_message=True,
             add_generation_prompt=False,
         ),
-        chat("required", "[[call]]", tools=TOOLS, tool_choice="required"),
+        chat("required", "[[talk]]", tools=STRICT, tool_choice="required", max_tokens=100),
+        chat("constrained", "[[call]]", guided_choice=["yes", "no"]),
+        chat("strict", "[[call]]", tools=STRICT),
         chat("image", messages=[{"role": "user", "content": image}]),
     ]
     requests = write(tmp_path / "in.jsonl", lines)
@@ -105,10 +114,16 @@ def test_tools_and_reasoning(model: Path, tmp_path: Path) -> None:
     assert told("broken") == ("Hm", f"Well, {SCRIPTS['[[broken]]'][1]}", "stop")
     assert found["broken"].message.tool_calls is None
     assert told("continued") == ("Thinking STOP of it", "So be it. STOP and more", "stop")
+    assert told("required") == ("Thinking STOP of it", "", "tool_calls")
+    (call,) = found["required"].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+    reasoning, content, _ = told("constrained")
+    assert reasoning == "I need the weather. STOP"
+    assert content in ("yes", "no")
     extra = answers["documents"].usage.prompt_tokens - answers["no-documents"].usage.prompt_tokens
     assert extra >= 2
     failures = {name: body(line)["error"] for name, line in read(tmp_path / "out.errors.jsonl").items()}
-    assert sorted(failures) == ["image", "required"]
+    assert sorted(failures) == ["image", "strict"]
     for failure in failures.values():
         assert "--engine vllm" in failure["message"]
 

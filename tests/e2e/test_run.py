@@ -15,6 +15,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 
+from blendserve.models import ModelFiles
+
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -396,3 +398,51 @@ def test_the_bundled_model_answers(bundled_model: Any, tmp_path: Path) -> None:
     assert answer["model"] == "smollm2-135m-instruct"
     assert "Paris" in answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_structured_outputs_of_the_bundled_model(bundled_model: ModelFiles, tmp_path: Path) -> None:
+    """A line with a schema that cannot be is an error of its own, named by its number; the others run."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "maximum": 150},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    bad = {"type": "json_schema", "json_schema": {"name": "person", "schema": {"type": "persons"}}}
+    question = "Who are you? Answer with your name and age."
+    requests = write(
+        tmp_path / "in.jsonl",
+        [
+            chat("person", question, response_format=form, max_tokens=80),
+            chat("bad", question, response_format=bad),
+            chat("choice", "Is the sky blue?", structured_outputs={"choice": ["yes", "no"]}),
+            completion("free", "Once upon a time", prompt_logprobs=0, echo=True, presence_penalty=0.5),
+        ],
+    )
+    output = tmp_path / "out.jsonl"
+    assert bundled_model.folder is not None
+    done = subprocess.run(
+        command(bundled_model.folder, "run", requests, "-o", output),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    results = read(output)
+    assert results.keys() == {"person", "choice", "free"}
+    person = json.loads(body(results["person"])["choices"][0]["message"]["content"])
+    assert person.keys() == {"name", "age"}
+    assert isinstance(person["age"], int)
+    assert body(results["choice"])["choices"][0]["message"]["content"] in {"yes", "no"}
+    told = body(results["free"])["choices"][0]
+    assert told["text"].startswith("Once upon a time")
+    assert len(told["prompt_logprobs"]) == body(results["free"])["usage"]["prompt_tokens"]
+    (error,) = read(tmp_path / "out.errors.jsonl").values()
+    assert error["custom_id"] == "bad"
+    assert body(error)["error"]["line"] == 2
+    assert "JSON schema" in body(error)["error"]["message"]

@@ -45,6 +45,7 @@ ONLY_IN = {
     "tokenizers": ("tokenizer.py",),
     "httpx2": ("engines/openai_server.py",),
     "tqdm": ("llm.py",),
+    "llguidance": ("engines/native/grammar.py",),
     "vllm": ("engines/vllm.py", "engines/vllm_chat.py"),
     "psutil": ("engines/vllm.py",),
     "yaml": ("cli/options.py",),
@@ -125,6 +126,7 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
         "fastapi",
         "plotly",
         "prometheus_client",
+        "llguidance",
     )
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

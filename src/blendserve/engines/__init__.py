@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from blendserve.cost_model import CostModel, HardwareSpec, tensor_parallel
-from blendserve.engines.chat import ChatFeatures, check_parsers
+from blendserve.engines.chat import ChatFeatures, check_parsers, forces_calls
 from blendserve.errors import ConfigError
 from blendserve.models import ModelFiles, ModelSpec, check_supported
-from blendserve.request import RequestTable, StepOutput
+from blendserve.request import RequestTable, SamplingParams, StepOutput
 from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
@@ -53,6 +53,46 @@ _OUTPUT_ENGINE_ARGS = frozenset(
         "structured_outputs_config",
     }
 )
+_LOGIT_PARAMETERS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "logit_bias",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
+_LOGPROB_PARAMETERS = frozenset({"echo", "logprob_token_ids", "prompt_logprobs"})
+_CONSTRAINTS = frozenset(
+    {
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "response_format",
+        "structured_outputs",
+    }
+)
+_CHAT_PARAMETERS = frozenset(
+    {
+        "continue_final_message",
+        "documents",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "tool_choice",
+        "tools",
+    }
+)
+_OF_BOTH = _LOGIT_PARAMETERS | _LOGPROB_PARAMETERS | _CONSTRAINTS | _CHAT_PARAMETERS
+EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
+    "native": _OF_BOTH | {"stop_in_reasoning"},
+    "vllm": _OF_BOTH | {"thinking_token_budget"},
+    "simulated": frozenset(),
+    "openai": frozenset(),
+}
+"""parameters of a request that not every engine can do, by engine; to a server bodies go as they are"""
 DEFAULT_MAX_CONCURRENCY = 128
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
@@ -160,18 +200,36 @@ class EngineConfig:
         return self.engine == "openai"
 
     @property
-    def extra_parameters(self) -> bool:
-        """Whether the engine can do the parameters of `SamplingParams.extra`."""
-        return self.engine == "vllm"
+    def extra_parameters(self) -> frozenset[str]:
+        """Those of `EXTRA_PARAMETERS` that the engine can do."""
+        return EXTRA_PARAMETERS[self.engine]
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what the engine could not do with a request, as far as that is known before it is opened.
+
+        Raises:
+            RequestError: see above.
+        """
+        if self.engine == "native" and params.extra:
+            from blendserve.engines.native.grammar import check_constraint
+
+            check_constraint(params)
 
     @property
     def chat_features(self) -> ChatFeatures | None:
         """What the engine can do in chats; None: text in, text out, or what a server decides."""
         reads_tool_calls = self.enable_auto_tool_choice and self.tool_call_parser is not None
         if self.engine == "vllm":
-            return ChatFeatures(reads_tool_calls, forces_tool_calls=reads_tool_calls, takes_media=True)
+            return ChatFeatures(
+                reads_tool_calls, forces_tool_calls=reads_tool_calls, holds_arguments=True, takes_media=True
+            )
         if self.engine == "native":
-            return ChatFeatures(reads_tool_calls, stops_after_reasoning=True)
+            return ChatFeatures(
+                reads_tool_calls,
+                forces_tool_calls=forces_calls(self.tool_call_parser),
+                call_format=self.tool_call_parser,
+                stops_after_reasoning=True,
+            )
         return None
 
     @property

@@ -41,7 +41,11 @@ class ChatFeatures(NamedTuple):
     reads_tool_calls: bool = False
     """calls that the model makes of its own choice are read out of its answers"""
     forces_tool_calls: bool = False
-    """answers can be constrained to a call"""
+    """answers can be constrained to calls"""
+    call_format: str | None = None
+    """parser of ours in whose format they are, see `forced_calls`; None: the engine constrains for itself"""
+    holds_arguments: bool = False
+    """arguments can be held to a schema in calls of the model's own choice, too"""
     takes_media: bool = False
     """images, audio and video"""
     stops_after_reasoning: bool = False
@@ -369,6 +373,41 @@ _TOOL_PARSERS: dict[str, Callable[[_Vocabulary], _ToolParser]] = {
 }
 
 
+# -------- forced calls --------
+
+_FORCED = {
+    "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3_json": ('{"name": ', ', "parameters": ', "}", "; "),
+}
+"""what stands before the name, the arguments, behind them, and between two calls"""
+
+
+def forces_calls(tool_call_parser: str | None) -> bool:
+    """Whether answers can be constrained to calls in the format of a parser."""
+    return tool_call_parser in _FORCED
+
+
+def forced_calls(tool_call_parser: str, tools: Sequence[dict[str, Any]], *, is_single: bool) -> str:
+    """A grammar, as llguidance takes it, of calls of these tools and nothing else.
+
+    Arguments follow their schema where the tool is strict, as in vLLM's server; else they are any object.
+    """
+    before, between, behind, separator = (_quoted(text) for text in _FORCED[tool_call_parser])
+    rules = [f"start: call{'' if is_single else f' ({separator} call)*'}"]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        schema = (function.get("strict") and function["parameters"]) or {"type": "object"}
+        name = _quoted(json.dumps(function["name"], ensure_ascii=False))
+        rules.append(f"call_{index}: {before} {name} {between} arguments_{index} {behind}")
+        rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
+    return "\n".join(rules)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 # -------- answers --------
 
 
@@ -455,9 +494,9 @@ class ChatAnswer:
 
     @property
     def reasoning_ends(self) -> re.Pattern[str] | None:
-        """Behind a match of it stop strings count; None: from the start."""
+        """Behind a match of it the content begins; None: at the start."""
         parser = self.reader.reasoning_parser
-        if parser is None or self.stop_in_reasoning or not parser.begins_thinking(self.enable_thinking):
+        if parser is None or not parser.begins_thinking(self.enable_thinking):
             return None
         return parser.ends
 

@@ -11,18 +11,21 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from blendserve.engines.chat import ChatFeatures
+from blendserve.engines.chat import ChatFeatures, forced_calls
 from blendserve.errors import RequestError
 from blendserve.jobs.body import invalid, require, shown, unsupported
 
-CHAT_PARAMETERS = (
-    "continue_final_message",
-    "documents",
-    "include_reasoning",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "tool_choice",
-    "tools",
+CHAT_PARAMETERS = frozenset(
+    {
+        "continue_final_message",
+        "documents",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "stop_in_reasoning",
+        "tool_choice",
+        "tools",
+    }
 )
 """parameters of a chat that only some engines can do"""
 
@@ -50,6 +53,8 @@ class Chat(NamedTuple):
     continue_final_message: bool = False
     reading: bytes = b""
     """see `SamplingParams.chat`"""
+    forced_calls: str | None = None
+    """grammar that the content must follow"""
     media: bytes | None = None
     """JSON object of the request as vLLM's ChatCompletionRequest has it, if there are images, audio or video in it; the
     messages above then have a likeness of each, which is for planning"""
@@ -104,7 +109,29 @@ def parse_chat(
         given = {name: value for name, value in reading.items() if name != "num_earlier_tool_calls"}
         media = _dumped({**given, **documents, "messages": values["messages"]})
     variables = {**(_with_effort(template_kwargs, effort) or {}), **documents}
-    return Chat(messages, tools, variables or None, continue_final, _dumped(reading), media)
+    return Chat(
+        messages,
+        tools,
+        variables or None,
+        continue_final,
+        _dumped(reading),
+        _forced_calls(tools, choice, features, parallel),
+        media,
+    )
+
+
+def _forced_calls(
+    tools: list[dict[str, Any]] | None, choice: Any, features: ChatFeatures, parallel: bool
+) -> str | None:
+    """The grammar of the calls that a choice forces, for engines that are constrained from here."""
+    if tools is None or choice in ("none", "auto") or features.call_format is None:
+        return None
+    named = [
+        tool
+        for tool in tools
+        if choice == "required" or tool["function"]["name"] == choice["function"]["name"]
+    ]
+    return forced_calls(features.call_format, named, is_single=choice != "required" or not parallel)
 
 
 def _with_effort(template_kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any] | None:
@@ -216,18 +243,20 @@ def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]] | None, features
         choice = {"type": "function", "function": {"name": name}}
     elif choice not in ("none", "auto", "required"):
         raise invalid("tool_choice", choice, '"none", "auto", "required" or a function')
-    if choice not in ("none", "auto") and not features.forces_tool_calls:
-        raise unsupported("tool_choice", choice, 'Use "auto", or run this line with --engine vllm.')
     if choice != "none" and not features.reads_tool_calls:
         raise unsupported(
             "tool_choice",
             choice,
             'Add --enable-auto-tool-choice --tool-call-parser NAME to the command, or "tool_choice": "none" here.',
         )
+    if choice not in ("none", "auto") and not features.forces_tool_calls:
+        raise unsupported("tool_choice", choice, 'Use "auto", or run this line with --engine vllm.')
     for index, tool in enumerate(tools):
-        if choice != "none" and tool["function"].get("strict") and not features.forces_tool_calls:
+        if choice == "auto" and tool["function"].get("strict") and not features.holds_arguments:
             raise unsupported(
-                f"tools[{index}].function.strict", True, "Leave it out, or run this line with --engine vllm."
+                f"tools[{index}].function.strict",
+                True,
+                'Leave it out, force a call with "tool_choice", or run this line with --engine vllm.',
             )
     return choice
 

@@ -261,6 +261,7 @@ def plan_job(
         strict=source.strict,
         on_progress=on_progress,
         adapters=config.engine.lora_modules,
+        check_params=config.engine.check_params,
     )
     if not prepared.num_lines:
         raise ConfigError(

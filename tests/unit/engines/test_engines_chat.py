@@ -1,11 +1,12 @@
 """Answers taken apart by the parsers of the native engine; tests/contract/test_chat_parsers.py compares with vLLM."""
 
+import json
 from typing import Any
 
 import orjson
 import pytest
 
-from blendserve.engines.chat import ChatAnswer, ChatReader, ReadAnswer, check_parsers
+from blendserve.engines.chat import ChatAnswer, ChatReader, ReadAnswer, check_parsers, forced_calls
 from blendserve.errors import ConfigError
 from tests.chat_answers import (
     HERMES,
@@ -267,6 +268,55 @@ def test_special_tokens_are_shown_to_those_that_look_for_them() -> None:
         .open(b"{}", skip_special_tokens=False)
         .skip_special_tokens
     )
+
+
+# -------- forced calls --------
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("is_single", [True, False])
+def test_forced_calls_are_read_back(parser: str, is_single: bool) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tools = [
+        {"function": {"name": "weather", "parameters": schema, "strict": True}},
+        {"function": {"name": 'größe "x"\\n', "parameters": schema}},
+        {"function": {"name": "time", "parameters": None, "strict": True}},
+    ]
+    grammar = forced_calls(parser, tools, is_single=is_single)
+    vocabulary = llguidance.LLTokenizer("byte")
+
+    def allows(text: str) -> bool:
+        matcher = llguidance.LLMatcher(vocabulary, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.consume_tokens(vocabulary.tokenize_str(text)) and matcher.is_accepting())
+
+    def written(name: str, arguments: str) -> str:
+        body = json.dumps({"name": name}, ensure_ascii=False)[:-1]
+        if parser == "hermes":
+            return call(f'{body}, "arguments": {arguments}}}')
+        return f'{body}, "parameters": {arguments}}}'
+
+    rome = written("weather", '{"city": "Rome"}')
+    odd = written(tools[1]["function"]["name"], '{"any": [{}]}')
+    two = rome + ("\n" if parser == "hermes" else "; ") + odd
+    assert allows(rome)
+    assert allows(odd)
+    assert allows(written("time", "{}"))
+    assert allows(two) is not is_single
+    assert not allows(written("weather", '{"city": "Oslo"}'))
+    assert not allows(written("other", "{}"))
+    assert not allows(f"so {rome}")
+    assert calls(read(two, parser, tool_choice="required")) == [
+        WEATHER,
+        (tools[1]["function"]["name"], {"any": [{}]}),
+    ]
+
+
+def test_forced_calls_have_openais_reasons() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    reasons = [read(call(ROME), "hermes", tool_choice=choice).finish_reason for choice in ("required", named)]
+    assert reasons == ["tool_calls", "stop"]
 
 
 # -------- set up --------

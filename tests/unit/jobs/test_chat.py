@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
-from blendserve.engines import EngineConfig
+from blendserve.engines import EXTRA_PARAMETERS, EngineConfig
 from blendserve.engines.chat import ChatFeatures
 from blendserve.jobs.openai_format import LineError, PreparedRow, Row, parse_line, success_line
 from blendserve.jobs.prepare import Prepared, prepare
@@ -20,8 +20,10 @@ WEATHER = {
 }
 TIME = {"type": "function", "function": {"name": "time", "description": "now", "strict": True}}
 HELLO = [{"role": "user", "content": "hi"}]
-VLLM = ChatFeatures(reads_tool_calls=True, forces_tool_calls=True, takes_media=True)
-NATIVE = ChatFeatures(reads_tool_calls=True, stops_after_reasoning=True)
+VLLM = ChatFeatures(reads_tool_calls=True, forces_tool_calls=True, holds_arguments=True, takes_media=True)
+NATIVE = ChatFeatures(
+    reads_tool_calls=True, forces_tool_calls=True, call_format="hermes", stops_after_reasoning=True
+)
 
 
 def line(custom_id: str = "r", **body: Any) -> bytes:
@@ -31,7 +33,8 @@ def line(custom_id: str = "r", **body: Any) -> bytes:
 
 
 def parse(features: ChatFeatures | None = VLLM, **body: Any) -> Row | LineError:
-    return parse_line(1, line(**body), extra_parameters=True, chat_features=features)
+    engine = "native" if features is not None and features.stops_after_reasoning else "vllm"
+    return parse_line(1, line(**body), extra_parameters=EXTRA_PARAMETERS[engine], chat_features=features)
 
 
 def row_of(features: ChatFeatures | None = VLLM, **body: Any) -> Row:
@@ -96,10 +99,28 @@ def test_calls_that_nobody_would_read_are_refused() -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_that_cannot_be_forced_name_the_engine_that_can(choice: Any) -> None:
-    error = parse(NATIVE, tools=[WEATHER], tool_choice=choice)
+    error = parse(NATIVE._replace(forces_tool_calls=False), tools=[WEATHER], tool_choice=choice)
     assert isinstance(error, LineError)
     assert (error.code, error.param) == ("unsupported_parameter", "tool_choice")
     assert "--engine vllm" in error.message
+
+
+def test_forced_calls_are_a_constraint() -> None:
+    def grammar(choice: Any, **body: Any) -> str:
+        extra = orjson.loads(row_of(NATIVE, tools=[WEATHER, TIME], tool_choice=choice, **body).params.extra)
+        return str(extra["structured_outputs"]["grammar"])
+
+    required = grammar("required")
+    assert required.startswith('start: call ("\\n" call)*\ncall: call_0 | call_1\n')
+    assert grammar("required", parallel_tool_calls=False).startswith("start: call\ncall: call_0 | call_1\n")
+    named = grammar({"type": "function", "function": {"name": "time"}})
+    assert named.startswith("start: call\ncall: call_0\n")
+    assert "weather" not in named
+    assert row_of(NATIVE, tools=[WEATHER], tool_choice="auto").params.extra == b""
+    assert row_of(VLLM, tools=[WEATHER], tool_choice="required").params.extra == b""  # vLLM sees to it
+    error = parse(NATIVE, tools=[WEATHER], tool_choice="required", response_format={"type": "json_object"})
+    assert isinstance(error, LineError)
+    assert "tool_choice and response_format are both set" in error.message
 
 
 def test_arguments_that_cannot_be_held_to_a_schema_name_the_engine_that_can() -> None:
@@ -121,7 +142,9 @@ def test_media_that_cannot_be_taken_name_the_engine_that_can(part_type: str) -> 
 def test_what_engines_can_do_in_chats() -> None:
     options: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     assert EngineConfig(engine="native", **options).chat_features == NATIVE
-    assert EngineConfig(engine="native").chat_features == NATIVE._replace(reads_tool_calls=False)
+    assert EngineConfig(engine="native").chat_features == ChatFeatures(stops_after_reasoning=True)
+    mistral = EngineConfig(enable_auto_tool_choice=True, tool_call_parser="mistral").chat_features
+    assert mistral == NATIVE._replace(forces_tool_calls=False, call_format="mistral")
     assert EngineConfig(engine="vllm", **options).chat_features == VLLM
     assert EngineConfig(engine="simulated").chat_features is None
 
@@ -384,12 +407,12 @@ def test_a_line_runs_with_the_adapter_that_it_names() -> None:
 
 def test_adapters_share_no_prefix() -> None:
     requests = prepared_for(["base", "sql", "base", "sql", "base"], adapters={"sql": "./sql"}).requests
-    assert requests.adapter_index is not None
-    assert requests.adapter_index.tolist() == [0, 1, 0, 1, 0]
-    order = PromptOrder.of(requests.tokens, requests.adapter_index)
+    assert requests.prefix_groups is not None
+    assert requests.prefix_groups.tolist() == [0, 1, 0, 1, 0]
+    order = PromptOrder.of(requests.tokens, requests.prefix_groups)
     assert order.requests.tolist() == [0, 2, 4, 1, 3]
     length = int(requests.prompt_tokens[0])
     assert order.common.tolist() == [0, length, length, 0, length]
     tree = PrefixTree.build(order, requests.prompt_tokens)
     assert tree.num_unique_units == 2 * length
-    assert prepared_for(["sql", "sql"], adapters={"sql": "./sql"}).requests.adapter_index is None
+    assert prepared_for(["sql", "sql"], adapters={"sql": "./sql"}).requests.prefix_groups is None
