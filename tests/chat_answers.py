@@ -96,6 +96,7 @@ MISTRAL_NAMED = [
     'Sure. [TOOL_CALLS]weather[ARGS]{"city":"Rome"}[TOOL_CALLS]time[ARGS]{"zone": [1, {"a": 2}]}',
     '[TOOL_CALLS]weather[ARGS]{"city": "Ro',
     "[TOOL_CALLS]weather[ARGS]{}",
+    '[TOOL_CALLS]weather[ARGS]{"name":"Rome"} and more text',
     "[TOOL_CALLS]weather",
     '[TOOL_CALLS]größe[ARGS]{"wo": "東京 🗼"}',
 ]

@@ -76,7 +76,8 @@ def compare(tokenizer: Tokenizer, tools: str | None, reasoning: str | None, text
             assert ID.fullmatch(call.pop("id"))
     assert found.message == expected.message
     assert found.finish_reason == expected.finish_reason
-    if reasoning == "qwen3":  # deepseek_r1 counts nothing where the start tag is in the prompt
+    # Theirs counts nothing for deepseek_r1 where the start tag is in the prompt, and no tags of calls for qwen3.
+    if reasoning == "qwen3" and "</tool_call>" not in (expected.message["reasoning"] or ""):
         assert found.num_reasoning_tokens == expected.num_reasoning_tokens
 
 

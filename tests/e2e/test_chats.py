@@ -55,7 +55,7 @@ def model(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def run(model: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "blendserve.cli", *map(str, arguments)]
     flags = ["--model", str(model), "--served-model-name", "tiny", "--dtype", "float32"]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_tools_and_reasoning(model: Path, tmp_path: Path) -> None:

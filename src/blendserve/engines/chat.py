@@ -351,7 +351,7 @@ class _Mistral:
             assert name is not None
             arguments = part[name.end() :].strip() or "{}"
             with suppress(ValueError, RecursionError):  # a call that was cut off is passed on as it is
-                arguments = json.loads(arguments)
+                arguments = arguments[: self._decoder.raw_decode(arguments)[1]]
             if name[1].strip():
                 calls.append(self._called(name[1].strip(), arguments))
         return calls
