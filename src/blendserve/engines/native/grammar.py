@@ -147,7 +147,7 @@ class Grammar:
     def begin(self, token_id: int | None) -> None:
         """The output has come to what the grammar is for; with this token, if it can begin with it."""
         self.is_waiting = False
-        if token_id is not None and self.matcher.validate_tokens([token_id]):
+        if token_id is not None and not self.error and self.matcher.validate_tokens([token_id]):
             self.matcher.consume_token(token_id)
 
     def append(self, token_id: int) -> bool:
