@@ -62,7 +62,6 @@ _LOGIT_PARAMETERS = frozenset(
         "repetition_penalty",
     }
 )
-_LOGPROB_PARAMETERS = frozenset({"echo", "logprob_token_ids", "prompt_logprobs"})
 _CONSTRAINTS = frozenset(
     {
         "guided_choice",
@@ -74,9 +73,8 @@ _CONSTRAINTS = frozenset(
     }
 )
 EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
-    "native": _LOGIT_PARAMETERS | _LOGPROB_PARAMETERS | _CONSTRAINTS,
+    "native": _LOGIT_PARAMETERS | _CONSTRAINTS | {"echo", "logprob_token_ids", "prompt_logprobs"},
     "vllm": _LOGIT_PARAMETERS
-    | _LOGPROB_PARAMETERS
     | _CONSTRAINTS
     | {
         "include_reasoning",
