@@ -162,14 +162,10 @@ RULES: list[dict[str, Any]] = [
 def test_vllm_and_the_native_engine_give_the_same_tokens(
     engine: Any, vllm_model: Path, vllm_tokenizer: Tokenizer
 ) -> None:
-    """Under penalties, biases, allowed tokens and bad words; and the same log probabilities."""
+    """Under penalties, biases, allowed tokens and bad words."""
     from blendserve.engines.native.executor import TorchExecutor
 
     params = [extra(**rules) for rules in RULES]
-    params += [
-        SamplingParams(temperature=0.0, prompt_logprobs=3),
-        SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(5, 4321)),
-    ]
     requests = with_params(request_table(prompts(len(params)), max_tokens=24), *params)
     executor = TorchExecutor(vllm_model, vllm_tokenizer, cost_model=COST_MODEL, num_blocks=64)
     ours, theirs = (run(some, requests) for some in (BatchingEngine(executor, SchedulerConfig()), engine))
@@ -178,15 +174,7 @@ def test_vllm_and_the_native_engine_give_the_same_tokens(
         assert isinstance(mine, Completion), mine
         assert isinstance(other, Completion), other
         assert mine.token_ids == other.token_ids, params[request]
-        for told, expected in (
-            (mine.logprobs, other.logprobs),
-            (mine.prompt_logprobs, other.prompt_logprobs),
-        ):
-            for one, same in zip(told or (), expected or (), strict=True):
-                assert (one.token_id, [i for i, _ in one.top]) == (same.token_id, [i for i, _ in same.top])
-                assert one.logprob == pytest.approx(same.logprob, abs=1e-4)
-                assert [v for _, v in one.top] == pytest.approx([v for _, v in same.top], abs=1e-4)
-    assert len({tuple(result.token_ids) for result in ours.values() if isinstance(result, Completion)}) > 8
+    assert len({tuple(result.token_ids) for result in ours.values() if isinstance(result, Completion)}) == 8
 
 
 def test_logprobs_and_stop_strings(engine: Any) -> None:

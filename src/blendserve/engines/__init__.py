@@ -63,7 +63,6 @@ _LOGIT_PARAMETERS = frozenset(
         "repetition_penalty",
     }
 )
-_LOGPROB_PARAMETERS = frozenset({"echo", "logprob_token_ids", "prompt_logprobs"})
 _CONSTRAINTS = frozenset(
     {
         "guided_choice",
@@ -85,9 +84,9 @@ _CHAT_PARAMETERS = frozenset(
         "tools",
     }
 )
-_OF_BOTH = _LOGIT_PARAMETERS | _LOGPROB_PARAMETERS | _CONSTRAINTS | _CHAT_PARAMETERS
+_OF_BOTH = _LOGIT_PARAMETERS | _CONSTRAINTS | _CHAT_PARAMETERS
 EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
-    "native": _OF_BOTH | {"stop_in_reasoning"},
+    "native": _OF_BOTH | {"echo", "logprob_token_ids", "prompt_logprobs", "stop_in_reasoning"},
     "vllm": _OF_BOTH | {"thinking_token_budget"},
     "simulated": frozenset(),
     "openai": frozenset(),

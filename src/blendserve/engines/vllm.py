@@ -538,10 +538,6 @@ def _params_maker(
                 extra["guided_decoding"] = vllm_params.GuidedDecodingParams(**constraint)
         if bias := extra.get("logit_bias"):
             extra["logit_bias"] = {int(token): value for token, value in bias.items()}
-        if params.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = params.prompt_logprobs
-        if params.logprob_token_ids:
-            extra["logprob_token_ids"] = list(params.logprob_token_ids)
         return vllm_params.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -554,7 +550,7 @@ def _params_maker(
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
             max_tokens=max_tokens,
-            logprobs=None if params.logprob_token_ids else params.logprobs,
+            logprobs=params.logprobs,
             detokenize=detokenize,
             output_kind=kind,
             **shown,
@@ -602,14 +598,8 @@ def _result(output: Any, requests: RequestTable, sent: _Sent) -> Result:
         logprobs=None
         if params.logprobs is None
         else [
-            _token_logprob(token_id, place, params.logprobs, params.logprob_token_ids)
+            _token_logprob(token_id, place, params.logprobs)
             for token_id, place in zip(token_ids, completion.logprobs or (), strict=True)
-        ],
-        prompt_logprobs=None
-        if params.prompt_logprobs is None
-        else [
-            _token_logprob(token_id, place, params.prompt_logprobs)
-            for token_id, place in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         ],
         num_prompt_tokens=len(prompt),
         num_cached_tokens=min(output.num_cached_tokens or 0, len(prompt)),
@@ -628,13 +618,13 @@ def _result(output: Any, requests: RequestTable, sent: _Sent) -> Result:
     return result
 
 
-def _token_logprob(
-    token_id: int, place: Mapping[int, Any], num_top: int, named: tuple[int, ...] = ()
-) -> TokenLogprob:
-    """What vLLM tells of a token's place: the `num_top` likeliest tokens, or those `named`."""
-    likeliest = sorted(place, key=lambda other: -place[other].logprob)[:num_top]
-    top = tuple((other, float(place[other].logprob)) for other in named or likeliest)
-    return TokenLogprob(token_id, float(place[token_id].logprob), top)
+def _token_logprob(token_id: int, place: Mapping[int, Any], num_top: int) -> TokenLogprob:
+    top = sorted(place.items(), key=lambda item: -item[1].logprob)[:num_top]
+    return TokenLogprob(
+        token_id,
+        float(place[token_id].logprob),
+        tuple((other, float(logprob.logprob)) for other, logprob in top),
+    )
 
 
 def _is_death(error: Exception) -> bool:

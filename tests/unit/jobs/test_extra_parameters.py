@@ -111,6 +111,8 @@ def test_what_no_engine_can_do_is_refused_at_once(body: dict[str, Any], param: s
     [
         ({"structured_outputs": {"jsom": SCHEMA}}, "structured_outputs.jsom", "json, regex"),
         ({"tools": [{"type": "function"}]}, "tools", "elsewhere"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "with --engine native."),
+        ({"echo": True}, "echo", "with --engine native."),
         ({"suffix": "x"}, "suffix", "elsewhere"),
         ({"best_of": 2}, "best_of", "Ask for 'n' completions"),
     ],
