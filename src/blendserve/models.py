@@ -61,7 +61,7 @@ _TYPICAL_CONFIG = {
 """Of a model of 8 billion parameters, for a server that does not say what it runs."""
 
 # Part of the cache key: raise it when the conversion changes, so that results of an older one are not used.
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 
 _ACCEPTED = (
     "pass a Hugging Face folder (config.json, *.safetensors, tokenizer files), a .gguf file, "
@@ -410,30 +410,19 @@ def _convert_once(
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    except ImportError as error:
-        raise ModelError(
-            f"reading a GGUF file needs torch and transformers ({error}): {_NEEDS_NATIVE}"
-        ) from error
+    from blendserve import gguf_files
+
     with _silent_transformers():
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent,
-                gguf_file=gguf.name,
-                dtype=torch.bfloat16,
-                quantization_config=GgufConfig(dequantize=True),
-            )
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # What is raised depends on what is wrong: ImportError, KeyError, NotImplementedError, ValueError...
+            gguf_files.write_folder(gguf, folder)
+        except ImportError as error:
+            raise ModelError(f"reading a GGUF file needs {error.name}: {_NEEDS_NATIVE}") from error
+        # Of a broken tokenizer, transformers and tokenizers raise what they like.
         except Exception as error:
+            reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
             raise ModelError(
-                f"cannot read GGUF file {str(gguf)!r} ({type(error).__name__}: {error}); "
-                "pass the original Hugging Face folder instead"
+                f"cannot read GGUF file {str(gguf)!r}: {reason}; pass the original Hugging Face folder instead"
             ) from error
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 @contextmanager
