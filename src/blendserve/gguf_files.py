@@ -52,7 +52,7 @@ _ROPE_KEYS = frozenset(
 _LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """of Llama 3.1 to 3.3; files hold what comes of them"""
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""layers of the models whose scores are scaled by the width per head, not by the heads' size, as llama.cpp tells them"""
+"""layers of the models that scale scores by the width per head, not by the heads' size; llama.cpp knows them so, too"""
 _SHARD_BYTES = 2 << 30
 _CHUNK_WEIGHTS = 1 << 26
 """weights that are unpacked at a time"""
@@ -70,8 +70,8 @@ def write_folder(path: Path, folder: Path) -> None:
 
     try:
         reader = GGUFReader(path)
-    except (ValueError, KeyError, IndexError) as error:
-        raise ModelError(f"it is broken: {error}") from error
+    except Exception as error:  # whatever a number out of place leads to
+        raise ModelError(f"it is broken or no GGUF file ({type(error).__name__}: {error})") from error
     config = read_config(reader)
     folder.mkdir(parents=True)
     weights = _save_weights(reader, config, folder)
@@ -282,7 +282,11 @@ def _unpacked(tensor: ReaderTensor) -> torch.Tensor:
 def _save_tokenizer(path: Path, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # transformers and tokenizers raise what they like
+        raise ModelError(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error
+    tokenizer.save_pretrained(folder)
 
 
 def _value(reader: GGUFReader, key: str) -> Any:

@@ -375,6 +375,7 @@ def _fetch_from_hub(model_id: str, on_progress: Callable[[str], None]) -> Path:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"{model_id!r} is no local folder and cannot be fetched from the Hugging Face hub ({reason[0]}); "
+            f"without the hub, put its files into a folder here and pass that, e.g. --model ./{Path(model_id).name}: "
             f"{_ACCEPTED}"
         ) from error
     return Path(folder)
@@ -412,17 +413,15 @@ def _convert_once(
 def _convert_gguf(gguf: Path, folder: Path) -> None:
     from blendserve import gguf_files
 
-    with _silent_transformers():
-        try:
+    try:
+        with _silent_transformers():
             gguf_files.write_folder(gguf, folder)
-        except ImportError as error:
-            raise ModelError(f"reading a GGUF file needs {error.name}: {_NEEDS_NATIVE}") from error
-        # Of a broken tokenizer, transformers and tokenizers raise what they like.
-        except Exception as error:
-            reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-            raise ModelError(
-                f"cannot read GGUF file {str(gguf)!r}: {reason}; pass the original Hugging Face folder instead"
-            ) from error
+    except ImportError as error:
+        raise ModelError(f"reading a GGUF file needs {error.name}: {_NEEDS_NATIVE}") from error
+    except ModelError as error:
+        raise ModelError(
+            f"cannot read GGUF file {str(gguf)!r}: {error}; pass the original Hugging Face folder instead"
+        ) from error
 
 
 @contextmanager
