@@ -136,7 +136,7 @@ def write_tiny_model(
         "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA2),
         "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3),
     }[kind]
-    sizes |= {
+    sizes = sizes | {
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

@@ -208,7 +208,9 @@ class TestHub:
             raise error
 
         monkeypatch.setattr(hub, "snapshot_download", fail)
-        with pytest.raises(ModelError, match=r"org/model.*config\.json.*\.gguf") as caught:
+        with pytest.raises(
+            ModelError, match=r"org/model.*--model \./model: .*config\.json.*\.gguf"
+        ) as caught:
             resolve_model("org/model")
         assert "\n" not in str(caught.value)
 

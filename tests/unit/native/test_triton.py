@@ -122,7 +122,7 @@ def launches(
     pages = empty(100, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
     table, out = empty(16, 33, **int32), empty(512, heads.num_heads * heads.head_dim)
     work = triton_kernels.DecodeWork(
-        table, empty(40, 5, **int32), empty(1, **int32), empty(17, **int32), empty(16, **int32), 40
+        table, empty(40, 6, **int32), empty(1, **int32), empty(17, **int32), empty(16, **int32), 40
     )
     triton_kernels.decode(heads, qkv, pages, work, out, 264, tma)
     if not tma:
