@@ -28,6 +28,8 @@ PREFILL_ROWS, PREFILL_ROWS_HOPPER = 64, 128
 # The stages of a loop over pages include the load of the page's number, so two tiles of keys in flight need five.
 DECODE_STAGES = 5
 PREFILL_STAGES = 3
+MAX_STAGED_BYTES = 16 << 10
+"""of a tile of keys, for loops of more than two stages: 64 tokens of heads of 128 in bfloat16"""
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """of every kernel; the default of this one differs between versions of Triton"""
 
@@ -548,8 +550,9 @@ def _gate_mul(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
 
 
 def _stages(stages: int, pages: Tensor) -> int:
-    """Four-byte elements take twice the shared memory."""
-    return stages if pages.element_size() == 2 else 2
+    """Stages of a loop over pages, of which larger tiles leave shared memory for few."""
+    tile_bytes = pages.shape[-2] * pages.shape[-1] * pages.element_size()
+    return stages if pages.element_size() == 2 and tile_bytes <= MAX_STAGED_BYTES else 2
 
 
 def _descriptor_memory(size: int, _alignment: int, _stream: int | None) -> Tensor:
