@@ -257,7 +257,7 @@ class ModelConfig:
         frequencies = torch.stack([rope.frequencies(self.head_dim) for rope in ropes])[:, None]
         amplitudes = torch.tensor([rope.amplitude for rope in ropes])[:, None, None]
         angles = torch.arange(self.max_model_len).float()[:, None] * frequencies
-        return angles.cos() * amplitudes, angles.sin() * amplitudes
+        return angles.cos().mul_(amplitudes), angles.sin_().mul_(amplitudes)
 
 
 def _refuse(what: str) -> None:
@@ -525,7 +525,6 @@ class LlamaModel:
         self.head = head
         self.ops = ops
         self.dtype = embedding.dtype
-        self._activate = ops.gelu_mul if config.is_gemma else ops.silu_mul
         self.embedding_scale: float | None = None
         if config.is_gemma:  # rounded to the dtype, as the models were trained
             self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
@@ -684,7 +683,8 @@ class LlamaModel:
         layer = self.layers[index]
         added = self._normalised(layer.output(attended), layer.output_norm)
         hidden = self.ops.add_rms_norm(residual, added, layer.mlp_norm)
-        return self._normalised(layer.down(self._activate(layer.gate_up(hidden))), layer.down_norm)
+        activate = self.ops.gelu_mul if self.config.is_gemma else self.ops.silu_mul
+        return self._normalised(layer.down(activate(layer.gate_up(hidden))), layer.down_norm)
 
     @torch.inference_mode()
     def logits(
