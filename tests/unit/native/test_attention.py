@@ -163,7 +163,7 @@ RULES = [
     AttentionRules(windows=(1,)),
     AttentionRules(windows=(20,)),
     AttentionRules(windows=(100,), soft_cap=2.0),
-    AttentionRules(scale=0.5, soft_cap=20.0),
+    AttentionRules(scale=0.1, soft_cap=3.0),
 ]
 
 

@@ -177,10 +177,9 @@ class ModelConfig:
             num_layers, num_heads = int(raw["num_hidden_layers"]), int(raw["num_attention_heads"])
             head_dim = int(raw.get("head_dim") or raw["hidden_size"] // num_heads)
             # A window that no sequence outgrows is none.
-            window = raw.get("sliding_window")
+            window = int(raw.get("sliding_window") or limit)
             has_window = [
-                bool(window) and window < limit and _is_sliding(raw, architecture, layer)
-                for layer in range(num_layers)
+                window < limit and _is_sliding(raw, architecture, layer) for layer in range(num_layers)
             ]
             bias = bool(raw.get("attention_bias", False))
             return cls(
@@ -194,7 +193,7 @@ class ModelConfig:
                 head_dim=head_dim,
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 ropes=tuple(_rope(raw, architecture, layer) for layer in range(num_layers)),
-                windows=tuple(int(window) if has else None for has in has_window),
+                windows=tuple(window if has else None for has in has_window),
                 tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 qkv_bias=bias or variant.has_qkv_bias,
                 output_bias=bias,

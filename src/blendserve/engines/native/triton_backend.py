@@ -86,12 +86,14 @@ class TritonAttention(PagedAttention):
         ]
         on_device = upload((*step, *lists), self.device)
         self._prefills, self._table, self._positions, self._kv_slots = on_device[:4]
-        self._decodes = {
-            window: kernels.DecodeWork(
-                self._table, *on_device[4 * i + 4 : 4 * i + 8], len(works[i][0]), window is not None
+        self._decodes = {}
+        for i, window in enumerate(windows):
+            work, num_work, parts, tokens = on_device[4 * i + 4 : 4 * i + 8]
+            self._decodes[window] = kernels.DecodeWork(
+                *(self._table, work, num_work, parts, tokens),
+                num_parts=len(works[i][0]),
+                has_window=window is not None,
             )
-            for i, window in enumerate(windows)
-        }
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `PagedAttention.store`."""
