@@ -134,7 +134,7 @@ def launches(
     if not tma:
         rope = empty(8192, heads.head_dim // 2, dtype=torch.float32)
         slots = empty(512, dtype=torch.int64)
-        rows = triton_kernels.PREFILL_ROWS_HOPPER if capability == 90 else triton_kernels.PREFILL_ROWS
+        rows = heads.prefill_rows(is_hopper=capability == 90)
         triton_kernels.prefill(heads, qkv, pages, table, empty(9, 4, **int32), out, rows, window)
         triton_kernels.store(heads, qkv, rope, rope, empty(512, **int32), slots, pages)
         triton_kernels.add_rms_norm(empty(512, 4096), empty(512, 4096), empty(4096), 1e-5)

@@ -59,7 +59,7 @@ class TritonAttention(PagedAttention):
         else:
             self.num_programs, is_hopper = PROGRAMS_IN_THE_INTERPRETER, False
         self.tma = is_hopper
-        self._prefill_rows = kernels.PREFILL_ROWS_HOPPER if is_hopper else kernels.PREFILL_ROWS
+        self._prefill_rows = self._heads.prefill_rows(is_hopper=is_hopper)
 
     @staticmethod
     def covers(shape: KVShape) -> bool:

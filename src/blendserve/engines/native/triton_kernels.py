@@ -385,6 +385,15 @@ class Heads:
         return max(16, padded)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether a head takes twice the registers of the usual ones."""
+        return self.head_dim > 128
+
+    def prefill_rows(self, *, is_hopper: bool) -> int:
+        """(token, query head) pairs of a tile of prefill attention."""
+        return PREFILL_ROWS_HOPPER if is_hopper and not self.is_wide else PREFILL_ROWS
+
+    @property
     def scale_log2(self) -> float:
         """Factor of the scores, for softmax in base 2."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
@@ -440,7 +449,7 @@ def decode(
         STAGES=_stages(DECODE_STAGES, pages),
         HAS_WINDOW=work.has_window,
         CAP_LOG2=heads.cap_log2,
-        num_warps=4,
+        num_warps=8 if heads.is_wide else 4,
         **sizes,
     )
     launch(
