@@ -348,6 +348,7 @@ def gate_mul_kernel(  # type: ignore[no-untyped-def]
     argument = gate
     if IS_GELU:
         argument = gate * (1.5957691216 + 0.0713548162 * gate * gate)  # 2 sqrt(2 / pi) (x + 0.044715 x^3)
+        argument = tl.maximum(argument, -80.0)  # the exponential stays finite
     y = gate / (1.0 + tl.exp(-argument)) * up
     tl.store(OUT + row * SIZE + i, y.to(OUT.dtype.element_ty), mask=ok)
 
