@@ -333,7 +333,7 @@ def test_a_gguf_file_runs_as_the_folder_that_it_was_made_of(
             [*run, str(tmp_path / output), "--model", str(tmp_path / model)],
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             check=False,
             env=environment,
         )
