@@ -307,15 +307,22 @@ ALWAYS_INLINE vec soft_capped(vec x, float cap)
     return either(x > 0.0f, capped, -capped);
 }
 
-/*
- * Turn the scores of one row into weights against the running maximum, and rescale what was summed before. The row sees
- * the keys from `num_hidden` to `num_visible`, which may be none.
- */
-ALWAYS_INLINE void softmax_row(float *scores, int num_hidden, int num_visible, int num_scores, int dim,
-                               float *max, float *sum, float *output, multiplier *weights)
+/* What few models need done to the scores of a row; apart, to leave registers to the others. */
+static __attribute__((noinline)) void cap_and_hide(float *scores, int num_scores, float soft_cap, int num_hidden)
 {
+    for (int key = 0; soft_cap > 0 && key < num_scores; key += LANES)
+        store_f32(scores + key, soft_capped(load_f32(scores + key), soft_cap));
     for (int key = 0; key < min_int(num_hidden, num_scores); key++)
         scores[key] = -INFINITY;
+}
+
+/*
+ * Turn the scores of one row into weights against the running maximum, and rescale what was summed before. The row sees
+ * keys before `num_visible` whose score is not -inf, which may be none.
+ */
+ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, int dim,
+                               float *max, float *sum, float *output, multiplier *weights)
+{
     for (int key = num_visible < 0 ? 0 : num_visible; key < num_scores; key++)
         scores[key] = -INFINITY;
     vec maxima = splat(*max);
@@ -384,10 +391,9 @@ ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *
     }
     for (int r = 0; r < rows; r++) {
         float *row = scores + r * TILE_KEYS;
-        for (int key = 0; soft_cap > 0 && key < done; key += LANES)
-            store_f32(row + key, soft_capped(load_f32(row + key), soft_cap));
-        softmax_row(row, num_visible[r] - window, num_visible[r], done, dim, max + r, sum + r, output + r * dim,
-                    weights + r * TILE_KEYS);
+        if (soft_cap > 0 || num_visible[r] > window)
+            cap_and_hide(row, done, soft_cap, num_visible[r] - window);
+        softmax_row(row, num_visible[r], done, dim, max + r, sum + r, output + r * dim, weights + r * TILE_KEYS);
     }
     for (int run, start = 0; start < num_keys; start += run) {
         const int key = first_key + start, place = key % block_size;
