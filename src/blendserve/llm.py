@@ -96,8 +96,14 @@ _GENERATION_DEFAULTS = {
 }
 """key of generation_config.json to sampling parameter, as vLLM reads them"""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
-_ONLY_COMMAND = frozenset({"engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"})
-"""fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, and adapters come with calls"""
+_ONLY_COMMAND = frozenset(
+    {
+        *("engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"),
+        *("quantization", "trust_remote_code"),
+    }
+)
+"""fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, adapters come with calls, and
+what only vLLM has goes to vLLM's engine"""
 _ONLY_VLLM = frozenset({"reasoning_parser"})
 """those that are options for vLLM, whose constraints begin behind the reasoning"""
 

@@ -51,13 +51,13 @@ class TextStream(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face model folder.
+    """The tokenizer of a Hugging Face model folder; with `trust_remote_code` its own code may read it.
 
     Raises:
         ModelError: The folder has no tokenizer, or only a slow one without a Rust backend.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         try:
             loader = _tokenizer_class(folder)
         except ImportError as error:
@@ -65,12 +65,15 @@ class Tokenizer:
                 f'tokenizing needs transformers ({error}): pip install "blendserve[native]"'
             ) from error
         try:
-            self._tokenizer = loader.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = loader.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         # transformers raises what it likes here, and tokenizers raises bare Exception.
         except Exception as error:
             raise ModelError(
                 f"cannot load a tokenizer from {str(folder)!r} ({type(error).__name__}: {error}); "
-                "the model folder needs tokenizer.json and tokenizer_config.json"
+                "the model folder needs tokenizer.json and tokenizer_config.json, "
+                "and --trust-remote-code where code in the folder is to read them"
             ) from error
         if not self._tokenizer.is_fast:
             raise ModelError(f"the tokenizer in {str(folder)!r} has no fast version; add a tokenizer.json")

@@ -22,7 +22,7 @@ SOURCE = Path(blendserve.__file__).parent
 
 LAYERS = [
     {"errors", "tokens", "request"},
-    {"models", "cost_model", "tokenizer"},
+    {"gguf_files", "models", "cost_model", "tokenizer"},
     {"planner"},
     {"scheduling"},
     {"engines", "workloads"},
@@ -36,11 +36,12 @@ LAYERS = [
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 
 ONLY_IN = {
-    "torch": ("engines/native/", "models.py"),
+    "gguf": ("gguf_files.py",),
+    "torch": ("engines/native/", "gguf_files.py"),
     "triton": ("engines/native/triton_",),
     "cuda": ("engines/native/device.py",),
-    "safetensors": ("engines/native/",),
-    "transformers": ("tokenizer.py", "models.py"),
+    "safetensors": ("engines/native/", "gguf_files.py"),
+    "transformers": ("tokenizer.py", "models.py", "gguf_files.py"),
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
     "httpx2": ("engines/openai_server.py",),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,34 @@ class TestLoading:
         (tmp_path / "tokenizer.json").write_text("{}")
         with pytest.raises(ModelError, match=r"tokenizer\.json"):
             Tokenizer(tmp_path)
+
+    def test_code_in_the_folder_runs_only_where_that_is_asked_for(
+        self, bundled_model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers import dynamic_module_utils
+
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        folder, marker = tmp_path / "model", tmp_path / "ran"
+        folder.mkdir()
+        copy_tokenizer(bundled_model, folder)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config |= {
+            "tokenizer_class": "OwnTokenizer",
+            "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]},
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "own.py").write_text(
+            "from pathlib import Path\n"
+            "from transformers import PreTrainedTokenizerFast\n"
+            f"Path({str(marker)!r}).touch()\n"
+            "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"
+        )
+        with pytest.raises(ModelError, match="--trust-remote-code"):
+            Tokenizer(folder)
+        assert not marker.exists()
+        Tokenizer(folder, trust_remote_code=True)
+        assert marker.exists()
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:

@@ -142,6 +142,25 @@ DtypeOption = Annotated[
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        metavar="METHOD",
+        help="How the weights are quantized, by vLLM's name, with --engine vllm. The native engine dequantizes .gguf "
+        "files untold and runs no other quantized weights.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that the model's folder brings: for its tokenizer, and with --engine vllm for the model. The "
+        "native engine runs no model's code.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
 TensorParallelSize = Annotated[
     int,
     typer.Option(
@@ -473,6 +492,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         device=options["device"],
         load_format=options["load_format"],
         dtype=options["dtype"],
+        quantization=options["quantization"],
+        trust_remote_code=options["trust_remote_code"],
         tensor_parallel_size=options["tensor_parallel_size"],
         max_model_len=options["max_model_len"],
         block_size=options["block_size"],

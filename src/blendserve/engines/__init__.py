@@ -155,6 +155,10 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """dummy: random weights on the native engine, for measurements without a checkpoint"""
     dtype: Dtype = "auto"
+    quantization: str | None = None
+    """vLLM's name of how the weights are quantized"""
+    trust_remote_code: bool = False
+    """run code that the model's folder brings: for its tokenizer, and with vLLM for the model"""
     tensor_parallel_size: int = 1
     """GPUs, or processes on a CPU, that each hold a part of every layer"""
     max_model_len: int | None = None
@@ -232,9 +236,15 @@ class EngineConfig:
         return None
 
     @property
+    def vllm_args(self) -> dict[str, Any]:
+        """Further arguments of vLLM's engine, those that have a flag here included."""
+        flags = {"quantization": self.quantization, "trust_remote_code": self.trust_remote_code}
+        return {**self.engine_args, **{name: value for name, value in flags.items() if value}}
+
+    @property
     def output_engine_args(self) -> dict[str, Any]:
-        """Of the options that are vLLM's, those that change what is generated or how it is read."""
-        found = {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
+        """Of vLLM's options, those that change what is generated or how it is read."""
+        found = {name: value for name, value in self.vllm_args.items() if name in _OUTPUT_ENGINE_ARGS}
         for name in ("tool_call_parser", "reasoning_parser", "lora_modules"):
             if value := getattr(self, name):
                 found[name] = value
@@ -262,6 +272,11 @@ class EngineConfig:
                         f"--{name.replace('_', '-')} {getattr(self, name)} is for --engine native and does nothing "
                         f"with --engine {self.engine}; leave it out"
                     )
+        if self.quantization is not None and self.engine != "vllm":
+            raise ConfigError(
+                f"--quantization {self.quantization} is for --engine vllm: the native engine dequantizes .gguf files "
+                "as it loads them, and runs no other quantized weights; leave it out, or add --engine vllm"
+            )
         if self.forwards:
             if self.tensor_parallel_size > 1:
                 raise ConfigError(
@@ -483,7 +498,7 @@ def open_engine(
             dtype=config.dtype,
             num_threads=config.num_threads,
             tensor_parallel_size=config.tensor_parallel_size,
-            engine_args=config.engine_args,
+            engine_args=config.vllm_args,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )
@@ -524,4 +539,5 @@ def _open_native(
     from blendserve.engines.native import open_executor
     from blendserve.tokenizer import Tokenizer
 
-    return open_executor(config, folder, tokenizer or Tokenizer(folder), cost_model, max_model_len)
+    tokenizer = tokenizer or Tokenizer(folder, trust_remote_code=config.trust_remote_code)
+    return open_executor(config, folder, tokenizer, cost_model, max_model_len)

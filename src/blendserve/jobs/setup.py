@@ -210,9 +210,11 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
     )
 
 
-def open_tokenizer(files: ModelFiles) -> Tokenizer | ApproximateTokenizer:
+def open_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Tokenizer | ApproximateTokenizer:
     """The model's tokenizer, or where that is on a server one that is good enough for planning."""
-    return ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
+    if files.folder is None:
+        return ApproximateTokenizer()
+    return Tokenizer(files.folder, trust_remote_code=trust_remote_code)
 
 
 def _names_no_model(config: JobConfig) -> bool:
@@ -236,7 +238,7 @@ def plan_job(
     Raises:
         ConfigError: an option, the input or the saved plan does not fit.
     """
-    tokenizer = open_tokenizer(files)
+    tokenizer = open_tokenizer(files, trust_remote_code=config.engine.trust_remote_code)
     cost_model = config.engine.cost_model(files)
     source = config.source
     rows = read_rows(

@@ -144,6 +144,16 @@ def test_without_vllm_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_arguments_that_change_outputs_belong_to_the_job() -> None:
     config = EngineConfig(engine="vllm", engine_args={"quantization": "fp8", "gpu_memory_utilization": 0.8})
     assert config.output_engine_args == {"quantization": "fp8"}
+    config = EngineConfig(engine="vllm", quantization="awq", trust_remote_code=True)
+    assert config.vllm_args == {"quantization": "awq", "trust_remote_code": True}
+    assert config.output_engine_args == {"quantization": "awq"}
+    assert EngineConfig(engine="vllm").vllm_args == {}
+
+
+@pytest.mark.parametrize("engine", ["native", "simulated", "openai"])
+def test_quantized_weights_are_for_vllm(engine: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--quantization awq is for --engine vllm.*\.gguf"):
+        EngineConfig(engine=engine, quantization="awq").check()
     read = EngineConfig(engine="vllm", reasoning_parser="qwen3", lora_modules={"a": "b"})
     assert read.output_engine_args == {"reasoning_parser": "qwen3", "lora_modules": {"a": "b"}}
     assert EngineConfig(reasoning_parser="qwen3").output_engine_args == {"reasoning_parser": "qwen3"}

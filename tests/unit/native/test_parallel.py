@@ -33,7 +33,10 @@ from tests.unit.native.test_model import (
 )
 from tests.workload import COST_MODEL
 
-ALL_KINDS = KINDS | {"odd-vocabulary": ("qwen3", {"vocab_size": 509, "tie_word_embeddings": True})}
+ALL_KINDS = KINDS | {
+    "odd-vocabulary": ("qwen3", {"vocab_size": 509, "tie_word_embeddings": True}),
+    "gemma3-odd-vocabulary": ("gemma3", {"vocab_size": 509, "tie_word_embeddings": True}),
+}
 CHUNKS = [13, 1, 33, 7]
 SEQUENCES = sharing_sequences(500)
 

@@ -187,8 +187,10 @@ class TorchExecutor:
                 f"{shape.bytes_per_block}; raise --kv-cache-memory"
             )
         self.max_model_len = min(config.max_model_len, self.num_blocks * block_size)
-        cosine, sine = (table.to(self._device) for table in config.rope_table())
-        attention = make_attention(replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend)
+        cosine, sine = (table.to(self._device) for table in config.rope_tables())
+        attention = make_attention(
+            replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend, config.attention_rules
+        )
         if lanes is None and overlap == "auto" and device == "cuda" and ranks is None:
             lanes = open_lanes(cost_model.hardware, model)
         self._loaded: tuple[LlamaModel, PagedAttention, OverlappedModel | None] | None
