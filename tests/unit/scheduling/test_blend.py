@@ -252,8 +252,54 @@ def test_where_nothing_is_known_some_of_every_kind_run_at_once(long_kind: int) -
     policy = Blend(plan)
     executor = SimulatedExecutor(A100, output_tokens=output_tokens, kv_cache_tokens=40_000)
     next(iter(BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy)))
+    policy._catch_up()
     admitted = ~policy._waits
     assert [int(admitted[kinds == kind].sum()) >= 2 for kind in (0, 1)] == [True, True]
+
+
+class Eager(Blend):
+    """Learns at once from every step."""
+
+    def finished(self, requests: Any, output_tokens: Any) -> None:
+        super().finished(requests, output_tokens)
+        self._catch_up()
+
+    def _admitted(self, side: int, requests: Any) -> None:
+        super()._admitted(side, requests)
+        self._catch_up()
+
+
+class Late(Blend):
+    """Finds that blending pays only when leaves are no longer split."""
+
+    def _gains(self) -> bool:
+        return not self._is_early and super()._gains()
+
+
+class LateInOrder(Late):
+    """Keeps the order of densities, and the split leaves, up to date while nothing blends."""
+
+    def _plan_anew(self, unscaled: Any, *, blends: bool) -> None:
+        self._reorder()
+        self._put_in_order(unscaled, blends=blends)
+
+
+def durations(workload: Any, policy_class: type[Blend], lengths: Any) -> list[float]:
+    requests, plan = plan_workload(workload.requests, workload.output_tokens, A100, lengths)
+    executor = SimulatedExecutor(A100, output_tokens=workload.output_tokens, kv_cache_tokens=100_000)
+    engine = BatchingEngine(executor, SchedulerConfig(256, 1024))
+    return [step.stats.duration_s for step in engine.run(requests, policy_class(plan))]
+
+
+@pytest.mark.parametrize("lengths", ["sampled", "known", "none"])
+def test_learning_from_many_steps_together_decides_as_learning_from_each(lengths: Any) -> None:
+    workload = named_workload("trace2", 3000, 0, A100)
+    assert durations(workload, Blend, lengths) == durations(workload, Eager, lengths)
+
+
+def test_an_order_left_out_while_nothing_blends_changes_no_decision() -> None:
+    workload = named_workload("agents", 3000, 0, A100)
+    assert durations(workload, Late, "none") == durations(workload, LateInOrder, "none")
 
 
 def declared_lengths(kind: str, actual: Any, rng: np.random.Generator) -> Any:
