@@ -591,7 +591,7 @@ class Blend(Policy):
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Memory has become free."""
-        self._try_right = self._try_right or bool(self._table.right[requests].any())
+        self._try_right = self._try_right or 1 in self._table.right[requests].tolist()
         super().finished(requests, output_tokens)
 
     def _learn(self, requests: Ints, output_tokens: Ints) -> None:

@@ -284,22 +284,35 @@ class LateInOrder(Late):
         self._put_in_order(unscaled, blends=blends)
 
 
-def durations(workload: Any, policy_class: type[Blend], lengths: Any) -> list[float]:
-    requests, plan = plan_workload(workload.requests, workload.output_tokens, A100, lengths)
-    executor = SimulatedExecutor(A100, output_tokens=workload.output_tokens, kv_cache_tokens=100_000)
-    engine = BatchingEngine(executor, SchedulerConfig(256, 1024))
-    return [step.stats.duration_s for step in engine.run(requests, policy_class(plan))]
+def steps_of(
+    policy_class: type[Blend], job: tuple[Any, Any], lengths: Any, kv_cache_tokens: int
+) -> list[tuple[float, int]]:
+    """Of every step its duration and how many requests it retracted."""
+    requests, plan = plan_workload(*job, A100, lengths)
+    executor = SimulatedExecutor(A100, output_tokens=job[1], kv_cache_tokens=kv_cache_tokens)
+    run = BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy_class(plan))
+    return [(step.stats.duration_s, step.stats.num_retracted) for step in run]
 
 
 @pytest.mark.parametrize("lengths", ["sampled", "known", "none"])
 def test_learning_from_many_steps_together_decides_as_learning_from_each(lengths: Any) -> None:
-    workload = named_workload("trace2", 3000, 0, A100)
-    assert durations(workload, Blend, lengths) == durations(workload, Eager, lengths)
+    rng = np.random.default_rng(0)
+    kinds = np.repeat([0, 1], [1500, 100])
+    prompts = [
+        [kind] * 20 + [int(t) for t in rng.integers(2, 1000, 300 if kind == 0 else 50)] for kind in kinds
+    ]
+    output = np.where(kinds == 1, 700, 20) * np.exp(rng.normal(0.0, 0.5, len(kinds)))
+    output_tokens = output.clip(1, 2000).astype(np.int32)
+    job = request_table(prompts, max_tokens=2000), output_tokens
+    steps = steps_of(Blend, job, lengths, 20_000)
+    assert steps == steps_of(Eager, job, lengths, 20_000)
+    assert lengths == "known" or sum(num_retracted for _, num_retracted in steps) > 0
 
 
 def test_an_order_left_out_while_nothing_blends_changes_no_decision() -> None:
-    workload = named_workload("agents", 3000, 0, A100)
-    assert durations(workload, Late, "none") == durations(workload, LateInOrder, "none")
+    workload = named_workload("agents", 1500, 0, A100)
+    job = workload.requests, workload.output_tokens
+    assert steps_of(Late, job, "none", 100_000) == steps_of(LateInOrder, job, "none", 100_000)
 
 
 def declared_lengths(kind: str, actual: Any, rng: np.random.Generator) -> Any:
