@@ -583,11 +583,14 @@ class Blend(Policy):
         self._newly_admitted[side].append(requests)
 
     def _catch_up(self) -> None:
+        self._count_admitted()
+        super()._catch_up()
+
+    def _count_admitted(self) -> None:
         for sums, admitted in zip(self._sums, self._newly_admitted, strict=True):
             if admitted:
                 _take_from_waiting(self._waits, sums, np.concatenate(admitted), self._table)
                 admitted.clear()
-        super()._catch_up()
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Memory has become free."""
@@ -604,7 +607,7 @@ class Blend(Policy):
 
     def retracted(self, request: int, output_tokens: int) -> None:
         """Wait again, first on its side."""
-        self._catch_up()
+        self._count_admitted()
         again = np.array([request], dtype=np.int32)
         self._table.generated[request] = output_tokens
         self._waits[request] = True
