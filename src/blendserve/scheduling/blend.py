@@ -39,7 +39,7 @@ PROJECT_EVERY = 16
 """steps between two projections of memory"""
 BALANCE_EVERY = 128
 """steps between two looks at the work that remains"""
-CURVES_EVERY = 256
+CURVES_EVERY = 2 * BALANCE_EVERY
 """steps between two fits of the length curves"""
 MAX_DRIFT = 0.25
 """change of the output expected of what waits, of all of it, after which the order is made anew"""
@@ -116,6 +116,8 @@ class Blend(Policy):
             self._curves.refresh(nobody, nobody)
         self._late = np.zeros(num_groups, dtype=np.bool_)  # classes whose curves estimates follow
         self._waits = np.ones(plan.num_requests, dtype=np.bool_)
+        self._newly_admitted: tuple[list[Ints], list[Ints]] = ([], [])
+        """by side: those that `_waits` and `_sums` do not know of yet"""
         self._unfinished = np.ones(plan.num_requests, dtype=np.bool_)
         self._sums = np.zeros((2, num_groups, 9))
         self._projection = np.zeros(len(self._curves.tables.points))
@@ -124,6 +126,8 @@ class Blend(Policy):
         self._blends = True
         self._depth_first = depth_first(plan.tree)
         self._goes_by_length: bool | None = None
+        self._not_split_for: Floats | None = None
+        """the estimates for which leaves were last to be split, where that was left out"""
         self._granularity = plan.cost_model.hardware.token_granularity
         self._ratio = 1.0
         self._right_reads = 0.0
@@ -140,42 +144,47 @@ class Blend(Policy):
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _divide(self, plan: Plan, unscaled: Floats) -> None:
+    def _put_in_order(self, unscaled: Floats, *, blends: bool) -> None:
         """Divide what waits into LEFT and RIGHT and put both in order.
 
         Where blending gains nothing, everything is LEFT in an order much like `longest-first-dfs`'s or `dfs`'s, and, as
         there, by estimates that the curves have not changed.
         """
-        order = plan.leaf_order
+        self._blends = blends
+        if blends:
+            self._divide()
+        else:
+            self.output_tokens_est = unscaled
+            self._table.right[:] = 0
+            self._right = np.empty(0, dtype=np.int32)
+            self._left = self._unblended()
+        self._next_right = np.arange(len(self._right) + 1, dtype=np.int32)
+        self._retracted: Ints = np.empty(0, dtype=np.int32)
+        self._count_waiting()
+        self._try_right = True
+
+    def _divide(self) -> None:
+        """LEFT and RIGHT as `plan` orders them."""
+        plan, order = self.plan, self.plan.leaf_order
         unit = _unit_of_leaf(order)
         density = np.where(self._sticks(order.requests), order.unit_density[unit], order.density)
-        self._blends = self._gains()
-        if not self._blends:
-            self.output_tokens_est = unscaled
-        self._table.right[order.requests] = (density < plan.density()) & self._blends  # what runs, too
+        self._table.right[order.requests] = density < plan.density()  # what runs, too
         waits = self._waits[order.requests]
         requests, unit = order.requests[waits], unit[waits]
         sampled = np.zeros(plan.num_requests, dtype=np.bool_)
         sampled[plan.sampled] = True
         is_right = self._table.right[requests] > 0
         self._right = self._longest_first(requests[is_right], unit[is_right], sampled)
-        self._next_right = np.arange(len(self._right) + 1, dtype=np.int32)
-        left = requests[~is_right]
-        self._left = self._interleaved(left, sampled) if self._blends else self._unblended(left)
-        self._retracted: Ints = np.empty(0, dtype=np.int32)
-        self._count_waiting()
-        self._try_right = True
+        self._left = self._interleaved(requests[~is_right], sampled)
 
-    def _unblended(self, requests: Ints) -> Ints:
+    def _unblended(self) -> Ints:
         """Long outputs first, by the mean of their class; depth-first inside a class. Plain depth-first order where
         that is faster.
 
         Requests of declared length that owe little to a shared prefix go by their own length. A few requests of classes
         of which nothing is known go before all others.
         """
-        place = np.empty(self.plan.num_requests, dtype=np.int32)
-        place[self._depth_first] = np.arange(self.plan.num_requests, dtype=np.int32)
-        plain = np.asarray(requests[np.argsort(place[requests])])
+        plain = self._depth_first[self._waits[self._depth_first]]
         kind, expected = self.plan.stratum[plain], self.output_tokens_est[plain]
         by_itself = (self._table.hint[plain] > 0) & ~self._sticks(plain)
         num = np.bincount(kind, weights=~by_itself)
@@ -274,8 +283,7 @@ class Blend(Policy):
         self._correct_declared()
         unscaled = self.output_tokens_est.copy()
         self._scale_to_curves()
-        self._reorder()
-        self._divide(self.plan, unscaled)
+        self._plan_anew(unscaled, blends=self._gains())
 
     def _follow_curves(self) -> None:
         """Order anew because the curves have moved; where blending gains nothing still, leave things as they are."""
@@ -284,11 +292,24 @@ class Blend(Policy):
         self._correct_declared()
         unscaled = self.output_tokens_est.copy()
         self._scale_to_curves()
-        if self._blends or self._gains():
-            self._reorder()
-            self._divide(self.plan, unscaled)
+        blends = self._gains()
+        if self._blends or blends:
+            self._plan_anew(unscaled, blends=blends)
         else:
             self.output_tokens_est = before
+
+    def _plan_anew(self, unscaled: Floats, *, blends: bool) -> None:
+        """Order anew, where blending pays by the densities of the present estimates."""
+        if not blends:  # the order of densities does not matter, and takes long
+            if self._is_early:
+                self._not_split_for = self.output_tokens_est
+            self._log_replan()
+        else:
+            if self._not_split_for is not None and not self._is_early:
+                self.plan = self.plan.reordered(self._not_split_for)
+            self._not_split_for = None
+            self._reorder()
+        self._put_in_order(unscaled, blends=blends)
 
     def _correct_declared(self) -> None:
         """Expect of declared lengths what has come of them so far."""
@@ -348,11 +369,13 @@ class Blend(Policy):
             self._late[self.plan.stratum[self.plan.sampled]] = True
         self._correct_declared()
         self._scale_to_curves()
-        self._divide(self.plan, self.output_tokens_est)
+        self._put_in_order(self.output_tokens_est, blends=self._gains())
 
     def step(self, control: Control) -> int:
         """Admit, and set the step's tokens so that computing them takes its share of the time reading KV takes."""
         step = control.step_index
+        if step % BALANCE_EVERY == 0:
+            self._catch_up()
         if step % CURVES_EVERY == 0 and step > 0:
             requests, generated = control.running_requests, control.running_output_tokens
             self._curves.refresh(self._table.group[requests], generated)
@@ -531,6 +554,8 @@ class Blend(Policy):
 
     def _make_room(self, control: Control, target: int) -> None:
         """LEFT is starved by RIGHT: retract the youngest RIGHT requests, within bounds."""
+        if self._num_recomputed + YOUNGEST_VICTIM > MAX_RECOMPUTE_RATIO * self._num_computed:
+            return
         wanted = target - control.num_running - control.prefill_backlog
         running, generated = control.running_requests, control.running_output_tokens
         old_enough = (self._table.right[running] > 0) & (generated >= YOUNGEST_VICTIM)
@@ -555,20 +580,34 @@ class Blend(Policy):
         self._admitted(LEFT, ahead)
 
     def _admitted(self, side: int, requests: Ints) -> None:
-        _take_from_waiting(self._waits, self._sums[side], requests, self._table)
+        self._newly_admitted[side].append(requests)
+
+    def _catch_up(self) -> None:
+        self._count_admitted()
+        super()._catch_up()
+
+    def _count_admitted(self) -> None:
+        for sums, admitted in zip(self._sums, self._newly_admitted, strict=True):
+            if admitted:
+                _take_from_waiting(self._waits, sums, np.concatenate(admitted), self._table)
+                admitted.clear()
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
-        """Learn from finished requests; memory has become free."""
-        self._try_right = self._try_right or bool(self._table.right[requests].any())
+        """Memory has become free."""
+        self._try_right = self._try_right or 1 in self._table.right[requests].tolist()
+        super().finished(requests, output_tokens)
+
+    def _learn(self, requests: Ints, output_tokens: Ints) -> None:
         self._unfinished[requests] = False
         new = ~self._known[requests]
         group = self._table.group[requests[new]]
         self._curves.finished(group, output_tokens[new])
         self._declared.finished(requests, output_tokens)
-        super().finished(requests, output_tokens)
+        super()._learn(requests, output_tokens)
 
     def retracted(self, request: int, output_tokens: int) -> None:
         """Wait again, first on its side."""
+        self._count_admitted()
         again = np.array([request], dtype=np.int32)
         self._table.generated[request] = output_tokens
         self._waits[request] = True

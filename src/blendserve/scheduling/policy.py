@@ -97,6 +97,10 @@ class Policy:
         self._estimator = plan.estimator()
         self._replan_at = FIRST_REPLAN_AFTER
         self._first: Ints = np.empty(0, dtype=np.int32)
+        self._finished = np.empty((2, plan.num_requests), dtype=np.int32)
+        """requests in the order in which they finished, and their output tokens"""
+        self._num_finished = 0
+        self._num_learnt = 0
 
     def start(self, control: Control) -> None:
         """A run begins."""
@@ -110,11 +114,24 @@ class Policy:
 
     def finished(self, requests: Ints, output_tokens: Ints) -> None:
         """Requests have their results."""
-        self._estimator.finished(requests, output_tokens)
-        if self._estimator.num_finished >= self._replan_at:
+        start, self._num_finished = self._num_finished, self._num_finished + len(requests)
+        self._finished[0, start : self._num_finished] = requests
+        self._finished[1, start : self._num_finished] = output_tokens
+        if self._estimator.num_finished + self._num_finished - self._num_learnt >= self._replan_at:
+            self._catch_up()
             self._replan_at = 2 * self._estimator.num_finished
             self.output_tokens_est = self._estimator.estimate()
             self._estimates_changed()
+
+    def _catch_up(self) -> None:
+        """Learn from all that has finished; together, because a hundred requests cost little more than one."""
+        if self._num_learnt < self._num_finished:
+            self._learn(*self._finished[:, self._num_learnt : self._num_finished])
+            self._num_learnt = self._num_finished
+
+    def _learn(self, requests: Ints, output_tokens: Ints) -> None:
+        """Take note of finished requests, which may have finished some steps ago."""
+        self._estimator.finished(requests, output_tokens)
 
     def retracted(self, request: int, output_tokens: int) -> None:  # noqa: ARG002
         """A running request was taken out after so many tokens; it goes first when there is room again."""
@@ -136,8 +153,15 @@ class Policy:
 
     def _reorder(self) -> None:
         """Order `plan` anew at the present estimates; once many have finished, without splitting more leaves."""
-        early = self._estimator.num_finished < SPLIT_UNTIL_RATIO * self.plan.num_requests
-        self.plan = self.plan.reordered(self.output_tokens_est, keep_split=not early)
+        self.plan = self.plan.reordered(self.output_tokens_est, keep_split=not self._is_early)
+        self._log_replan()
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether so few have finished that leaves may still be split."""
+        return self._estimator.num_finished < SPLIT_UNTIL_RATIO * self.plan.num_requests
+
+    def _log_replan(self) -> None:
         if _log.isEnabledFor(logging.INFO):
             facts = {
                 "num_finished": self._estimator.num_finished,

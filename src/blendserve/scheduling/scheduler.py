@@ -128,7 +128,7 @@ class _Sequences(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """All state that compiled code works on, as few arrays (see `kv_cache.KVArrays`)."""
+    """All state that compiled code works on."""
 
     kv: KVArrays
     counters: NDArray[np.int64]
@@ -143,6 +143,58 @@ class _Arrays(NamedTuple):
     block_tables: Ints
     counted: NDArray[np.int64]
     """[num_nodes] last step in which the node was counted for the prefill backlog"""
+
+
+class _Packed(NamedTuple):
+    """The same, few arrays: each one handed to compiled code costs time, parts of one do not."""
+
+    ints: Ints
+    longs: NDArray[np.int64]
+    projection: NDArray[np.float64]
+    block_tables: Ints
+
+
+NUM_INT_PARTS = 6
+COUNTS_START = 3 * NUM_INT_PARTS + 1
+"""before it `longs` has where in `ints` each part begins and the last one ends, then rows and columns of each"""
+COUNTERS_START = COUNTS_START + len(Count)
+COUNTED_START = COUNTERS_START + len(_Counter)
+
+
+def _pack(arrays: _Arrays) -> _Packed:
+    kv = arrays.kv
+    parts = (kv.next_block, kv.leaf, kv.nodes, arrays.requests, arrays.slots, arrays.path)
+    starts = np.cumsum([0, *(part.size for part in parts)])
+    shapes = [(1, *part.shape)[-2:] for part in parts]
+    return _Packed(
+        np.concatenate([part.ravel() for part in parts]),
+        np.concatenate((starts, np.transpose(shapes).ravel(), kv.counts, arrays.counters, arrays.counted)),
+        arrays.projection,
+        arrays.block_tables,
+    )
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _unpacked(packed):  # type: ignore[no-untyped-def]
+    """Views of all parts."""
+    ints, longs = kv_cache.uncounted(packed.ints), kv_cache.uncounted(packed.longs)
+    starts = longs[: NUM_INT_PARTS + 1]
+    rows, columns = longs[NUM_INT_PARTS + 1 :], longs[2 * NUM_INT_PARTS + 1 :]
+    return _Arrays(
+        KVArrays(
+            ints[: starts[1]],
+            longs[COUNTS_START:COUNTERS_START],
+            ints[starts[1] : starts[2]],
+            ints[starts[2] : starts[3]].reshape(rows[2], columns[2]),
+        ),
+        longs[COUNTERS_START:COUNTED_START],
+        ints[starts[3] : starts[4]].reshape(rows[3], columns[3]),
+        ints[starts[4] : starts[5]].reshape(rows[4], columns[4]),
+        ints[starts[5] : starts[6]].reshape(rows[5], columns[5]),
+        kv_cache.uncounted(packed.projection),
+        kv_cache.uncounted(packed.block_tables),
+        longs[COUNTED_START:],
+    )
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
@@ -235,17 +287,19 @@ class Scheduler:
         max_blocks = -(-max_model_len // block_size) if with_block_tables else 0
         horizon = int(requests.max_tokens.max(initial=1) * OVERRUN_FACTOR) // BUCKET_STEPS + 3
         kv_arrays = kv_cache.make_kv_arrays(tree, num_blocks, with_links=with_block_tables)
-        self._kv: KVState = kv_cache.kv_view.py_func(kv_arrays)
-        self._arrays = _Arrays(
+        arrays = _Arrays(
             kv=kv_arrays,
             counters=np.zeros(len(_Counter), dtype=np.int64),
             requests=np.zeros((6, len(requests)), dtype=np.int32),
             slots=np.zeros((17, num_slots), dtype=np.int32),
-            path=np.zeros((num_slots, max(kv_cache.longest_path(self._kv.parent), 1)), dtype=np.int32),
+            path=np.zeros((num_slots, max(kv_cache.longest_path(kv_arrays.nodes[0]), 1)), dtype=np.int32),
             projection=np.zeros(horizon),
             block_tables=np.zeros((num_slots, max_blocks), dtype=np.int32),
-            counted=np.full(len(self._kv.parent), -1, dtype=np.int64),
+            counted=np.full(kv_arrays.nodes.shape[1], -1, dtype=np.int64),
         )
+        self._packed = _pack(arrays)
+        self._arrays: _Arrays = _unpacked.py_func(self._packed)
+        self._kv: KVState = kv_cache.kv_view.py_func(self._arrays.kv)
         self._seqs: _Sequences = _sequences.py_func(self._arrays)
         for column in (self._seqs.request, self._seqs.private_head, self._seqs.private_tail):
             column[:] = NONE
@@ -337,7 +391,7 @@ class Scheduler:
             return 0
         return int(
             _admit_leading(
-                self._arrays,
+                self._packed,
                 requests,
                 output_tokens_est,
                 max_tokens,
@@ -371,7 +425,7 @@ class Scheduler:
         """
         self.num_retracted_in_step = 0
         # Before anything is admitted, so that no admission takes what the next tokens of running sequences need.
-        while not _begin_step(self._arrays, self.step_index, self.block_size):
+        while not _begin_step(self._packed, self.step_index, self.block_size):
             victim = self.policy.choose_victim(self)
             self.retract(victim)
             self.policy.retracted(victim, int(self._table.generated[victim]))
@@ -385,7 +439,7 @@ class Scheduler:
         columns = np.empty((4, num_running), dtype=np.int32)
         samples = np.empty(num_running, dtype=np.bool_)
         num_rows, num_prefill, num_decode, kv_read, pairs = _form_batch(
-            self._arrays, target, self.block_size, columns, samples
+            self._packed, target, self.block_size, columns, samples
         )
         assert num_rows > 0, "a step with running sequences computed nothing"
         return Batch(
@@ -415,7 +469,7 @@ class Scheduler:
         self.clock_s += duration_s
         self.step_index += 1
         num_done, done = _update(
-            self._arrays,
+            self._packed,
             batch.slots,
             batch.num_tokens,
             batch.samples,
@@ -509,8 +563,9 @@ def _stop_projection(seqs, projection, slot, now):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True, nogil=True)
-def _admit_leading(arrays, candidates, output_est, max_tokens, look_ahead, now, block_size):  # type: ignore[no-untyped-def]
+def _admit_leading(packed, candidates, output_est, max_tokens, look_ahead, now, block_size):  # type: ignore[no-untyped-def]
     """See `Scheduler.admit`."""
+    arrays = _unpacked(packed)
     table, counters = _requests(arrays), arrays.counters
     for i in range(len(candidates)):
         if counters[BACKLOG] + counters[NUM_RUNNING] >= max_tokens:
@@ -610,8 +665,9 @@ def _uncomputed(kv, seqs, counted, slot, now, block_size):  # type: ignore[no-un
 
 
 @numba.njit(cache=True, nogil=True)
-def _begin_step(arrays, now, block_size):  # type: ignore[no-untyped-def]
+def _begin_step(packed, now, block_size):  # type: ignore[no-untyped-def]
     """Make room for the next tokens of decoding sequences and count what the others have to compute; False: no room."""
+    arrays = _unpacked(packed)
     if not _commit_decodes(arrays, block_size):
         return False
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
@@ -732,12 +788,13 @@ def _chunk_end(kv, seqs, slot, end, block_size):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _form_batch(arrays, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
+def _form_batch(packed, target, block_size, columns, samples):  # type: ignore[no-untyped-def]
     """Hand out `target` tokens: one to every decoding sequence first, the rest to prefills in order of admission.
 
     Writes the batch's columns (slot, request, num_computed, num_tokens) and `samples`; returns the number of rows and
     the batch's totals.
     """
+    arrays = _unpacked(packed)
     kv, seqs = kv_cache.kv_view(arrays.kv), _sequences(arrays)
     block_tables, num_cached = kv_cache.uncounted(arrays.block_tables), _requests(arrays).num_cached
     num_running = arrays.counters[NUM_RUNNING]
@@ -788,12 +845,13 @@ def _form_batch(arrays, target, block_size, columns, samples):  # type: ignore[n
 
 
 @numba.njit(cache=True, nogil=True)
-def _update(arrays, slots, num_tokens, samples, finished, free_when_unused, now, block_size):  # type: ignore[no-untyped-def]
+def _update(packed, slots, num_tokens, samples, finished, free_when_unused, now, block_size):  # type: ignore[no-untyped-def]
     """Release what has finished, move the counters of the rest on.
 
     Returns how many have finished, and [4, num_rows] whose leading columns tell their request, output tokens, prompt
     tokens found in the cache, and output tokens expected.
     """
+    arrays = _unpacked(packed)
     seqs, table, projection = _sequences(arrays), _requests(arrays), arrays.projection
     if now % BUCKET_STEPS == 0:  # the bucket just left becomes the farthest one
         projection[(now // BUCKET_STEPS - 1) % len(projection)] = 0.0

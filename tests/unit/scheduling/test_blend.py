@@ -252,8 +252,67 @@ def test_where_nothing_is_known_some_of_every_kind_run_at_once(long_kind: int) -
     policy = Blend(plan)
     executor = SimulatedExecutor(A100, output_tokens=output_tokens, kv_cache_tokens=40_000)
     next(iter(BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy)))
+    policy._catch_up()
     admitted = ~policy._waits
     assert [int(admitted[kinds == kind].sum()) >= 2 for kind in (0, 1)] == [True, True]
+
+
+class Eager(Blend):
+    """Learns at once from every step."""
+
+    def finished(self, requests: Any, output_tokens: Any) -> None:
+        super().finished(requests, output_tokens)
+        self._catch_up()
+
+    def _admitted(self, side: int, requests: Any) -> None:
+        super()._admitted(side, requests)
+        self._catch_up()
+
+
+class Late(Blend):
+    """Finds that blending pays only when leaves are no longer split."""
+
+    def _gains(self) -> bool:
+        return not self._is_early and super()._gains()
+
+
+class LateInOrder(Late):
+    """Keeps the order of densities, and the split leaves, up to date while nothing blends."""
+
+    def _plan_anew(self, unscaled: Any, *, blends: bool) -> None:
+        self._reorder()
+        self._put_in_order(unscaled, blends=blends)
+
+
+def steps_of(
+    policy_class: type[Blend], job: tuple[Any, Any], lengths: Any, kv_cache_tokens: int
+) -> list[tuple[float, int]]:
+    """Of every step its duration and how many requests it retracted."""
+    requests, plan = plan_workload(*job, A100, lengths)
+    executor = SimulatedExecutor(A100, output_tokens=job[1], kv_cache_tokens=kv_cache_tokens)
+    run = BatchingEngine(executor, SchedulerConfig(64, 1024)).run(requests, policy_class(plan))
+    return [(step.stats.duration_s, step.stats.num_retracted) for step in run]
+
+
+@pytest.mark.parametrize("lengths", ["sampled", "known", "none"])
+def test_learning_from_many_steps_together_decides_as_learning_from_each(lengths: Any) -> None:
+    rng = np.random.default_rng(0)
+    kinds = np.repeat([0, 1], [1500, 100])
+    prompts = [
+        [kind] * 20 + [int(t) for t in rng.integers(2, 1000, 300 if kind == 0 else 50)] for kind in kinds
+    ]
+    output = np.where(kinds == 1, 700, 20) * np.exp(rng.normal(0.0, 0.5, len(kinds)))
+    output_tokens = output.clip(1, 2000).astype(np.int32)
+    job = request_table(prompts, max_tokens=2000), output_tokens
+    steps = steps_of(Blend, job, lengths, 20_000)
+    assert steps == steps_of(Eager, job, lengths, 20_000)
+    assert lengths == "known" or sum(num_retracted for _, num_retracted in steps) > 0
+
+
+def test_an_order_left_out_while_nothing_blends_changes_no_decision() -> None:
+    workload = named_workload("agents", 1500, 0, A100)
+    job = workload.requests, workload.output_tokens
+    assert steps_of(Late, job, "none", 100_000) == steps_of(LateInOrder, job, "none", 100_000)
 
 
 def declared_lengths(kind: str, actual: Any, rng: np.random.Generator) -> Any:
