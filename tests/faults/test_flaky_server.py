@@ -240,7 +240,8 @@ def test_a_pool_of_which_one_server_dies(start: Start, tmp_path: Path) -> None:
     assert set(read(output)) == {f"r{index}" for index in range(80)}
     assert 80 <= len(dying.requests) + len(other.requests) <= 82
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    ended = {event["base_url"]: event["num_requests"] for event in events if event["event"] == "server_ended"}
+    ends = [event["fields"] for event in events if event["event"] == "server_ended"]
+    ended = {fields["base_url"]: fields["num_requests"] for fields in ends}
     assert set(ended) == {dying.base_url, other.base_url}
     assert sum(ended.values()) == 80
 
