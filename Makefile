@@ -16,10 +16,11 @@ demo: $(VENV)/installed  ## run the example job on the bundled model
 	$(BIN)/blendserve run examples/mixed.jsonl --output out/mixed.results.jsonl --restart
 	$(BIN)/python examples/show_results.py examples/mixed.jsonl out/mixed.results.jsonl
 
-test: $(VENV)/installed  ## all tests but those that need vLLM
+test: $(VENV)/installed  ## all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
+	$(MAKE) test-vllm
 
-# Apart from the others: its environment takes 2.2 GB, and each of the engines that it opens up to a minute on two cores.
+# One after the other: each of the engines that these open takes up to a minute on two cores.
 # uv leaves no bytecode, and each engine is three processes that would compile some thousand modules each time.
 ifeq ($(shell uname -sm),Linux x86_64)
 test-vllm: $(VLLM_VENV)/installed  ## the tests that need vLLM, on its CPU build
