@@ -13,7 +13,7 @@ plan ─ partition ─┬─ share ─ window ─ server      a share keeps pref
 
 | what happens | what becomes of the requests |
 | --- | --- |
-| a server has none waiting | it gets a part of those of the one that would be busy longest, by their speeds |
+| a server has none waiting | it gets a part of those of the one that would be busy longest, so that both end together |
 | a server is away for longer than `grace_s` | those it ran and those that wait are divided among the others |
 | it has given up so many in a row | the same, and it rests for a while |
 | a request was given up on one server | it is tried on another, once |
@@ -55,7 +55,7 @@ MAX_GIVEN_UP = 3
 REST_S = 10.0
 """of a server that gave up so many, the first time; then twice as long each time, up to `MAX_REST_S`"""
 MAX_REST_S = 300.0
-REBALANCE_EVERY_S = 1.0
+REBALANCE_EVERY_S = 0.25
 """after an attempt that moved nothing"""
 LEAST_SPEED = 1e-12
 MAX_TICK_S = 0.25
@@ -162,15 +162,28 @@ class _Lane:
         return sum(share.window.kv_committed_tokens for share in self.shares)
 
     def speed(self, work_s: Floats) -> float:
-        """Modelled seconds of work done per second; what is under way counts half."""
-        running = sum(
-            float(work_s[share.ids[list(share.tasks)]].sum()) for share in self.shares if share.tasks
-        )
-        return max((self.done_work_s + running / 2) / max(self.up_s, 1e-6), LEAST_SPEED)
+        """Modelled seconds of work done per second."""
+        done, _ = self.running_work_s(work_s)
+        return max((self.done_work_s + done) / max(self.up_s, 1e-6), LEAST_SPEED)
+
+    def running_work_s(self, work_s: Floats) -> tuple[float, float]:
+        """Modelled seconds of what runs: done and left, by what is expected of each."""
+        done = total = 0.0
+        for share in self.shares:
+            running = share.window.running_requests
+            expected = share.window.policy.output_tokens_est[running]
+            of_each = work_s[share.ids[running]]
+            done += float((of_each * np.minimum(share.window.running_output_tokens / expected, 1.0)).sum())
+            total += float(of_each.sum())
+        return done, total - done
 
     def waiting_work_s(self, work_s: Floats) -> float:
         """Modelled seconds of what waits."""
         return sum(float(work_s[share.ids[share.waiting]].sum()) for share in self.shares)
+
+    def busy_s(self, work_s: Floats) -> float:
+        """Seconds until all that it has is done, at its speed so far."""
+        return (self.waiting_work_s(work_s) + self.running_work_s(work_s)[1]) / self.speed(work_s)
 
     def fill(self, now_s: float) -> Iterator[tuple[_Share, list[int], list[int]]]:
         """Let the policies decide what goes to the server now: share, requests to send, requests to take back."""
@@ -480,22 +493,23 @@ class OpenAIServer:
         for lane in self._lanes:
             if lane.server.is_away or lane.num_waiting:
                 continue
-            busy_s = {
-                other: other.waiting_work_s(run.work_s) / other.speed(run.work_s)
-                for other in self._lanes
-                if other.num_waiting > 1
-            }
+            busy_s = {other: other.busy_s(run.work_s) for other in self._lanes if other.num_waiting > 1}
             if not busy_s:
                 return
             busiest = max(busy_s, key=busy_s.__getitem__)
-            speeds = {other: other.speed(run.work_s) for other in (busiest, lane)}
+            waiting_s, num_waiting = busiest.waiting_work_s(run.work_s), busiest.num_waiting
+            speed, own_speed = busiest.speed(run.work_s), lane.speed(run.work_s)
             if lane.done_work_s == 0.0:
-                speeds[lane] = speeds[busiest]  # it has had nothing to do, or was away
-            num_waiting = busiest.num_waiting
-            if num_waiting * speeds[lane] < sum(speeds.values()):
-                continue  # not worth one request
+                own_speed = speed  # it has had nothing to do, or was away
+            # So much that both end at the same time.
+            own_busy_s = lane.running_work_s(run.work_s)[1] / own_speed
+            moved_s = min((busy_s[busiest] - own_busy_s) / (1.0 / speed + 1.0 / own_speed), waiting_s)
+            if moved_s * num_waiting < waiting_s:  # less than a request
+                run.rebalance_at_s = run.now_s + REBALANCE_EVERY_S
+                continue
+            weights = {busiest: waiting_s - moved_s, lane: moved_s}
             ids, expected = busiest.take_waiting()
-            self._distribute(run, ids, expected, speeds)
+            self._distribute(run, ids, expected, weights)
             num_moved = num_waiting - busiest.num_waiting
             if num_moved == 0:
                 run.rebalance_at_s = run.now_s + REBALANCE_EVERY_S
