@@ -21,7 +21,7 @@ import orjson
 
 from blendserve.engines import Engine, EngineConfig, open_engine
 from blendserve.engines.openai_server import OpenAIServer
-from blendserve.engines.profile import Measured, StepSample
+from blendserve.engines.profile import LEAST_SAMPLES, Measured, StepSample
 from blendserve.errors import ConfigError, EngineError
 from blendserve.models import ModelFiles
 from blendserve.planner.plan import make_plan
@@ -33,7 +33,7 @@ from blendserve.tokens import PromptTokens
 DECODE_STEPS = 32
 """that a decode is measured over"""
 REPETITIONS = 3
-"""of which the median is taken, if there is time"""
+"""of all jobs, one after the other, of which medians are taken, if there is time"""
 MAX_PROMPT = 4096
 """tokens of the longest prompt that is tried"""
 FIRST_TOKEN, LAST_TOKEN = 1000, 9000
@@ -106,12 +106,12 @@ def measure_jobs(
         )
         timer = _JobTimer(engine, config, files.name, max_time_s)
         timer(1, 16, 2)  # whatever is compiled or allocated on first use
-        samples: list[StepSample] = []
-        for point in points:
-            if timer.is_over and len(samples) > 0:
+        found: dict[JobPoint, list[StepSample]] = {}
+        for point in points * REPETITIONS:
+            if timer.is_over and len(found) >= LEAST_SAMPLES:
                 break
             if (sample := timer.sample(point)) is not None:
-                samples.append(sample)
+                found.setdefault(point, []).append(sample)
                 on_sample(sample)
         kv_bytes = engine.kv_capacity_tokens * model.kv_bytes_per_token
     finally:
@@ -121,7 +121,13 @@ def measure_jobs(
         if config.is_remote
         else f"{config.engine} on this machine"
     )
+    samples = [_median(of_point) for of_point in found.values()]
     return Measured(samples, None, kv_bytes, f"{where}, {config.dtype}")
+
+
+def _median(samples: list[StepSample]) -> StepSample:
+    duration_s = statistics.median(sample.duration_s for sample in samples)
+    return samples[0]._replace(duration_s=duration_s)
 
 
 class _JobTimer:
@@ -141,22 +147,17 @@ class _JobTimer:
         return time.perf_counter() > self._until_s
 
     def sample(self, point: JobPoint) -> StepSample | None:
-        """The median of some repetitions; None where noise is all there is."""
+        """The step that a job shows; None where noise is all there is."""
         num_rows, prompt, decodes = point
-        found: list[float] = []
-        while len(found) < REPETITIONS and not (found and self.is_over):
-            first_s = self(num_rows, prompt, 1)
-            if decodes:
-                found.append((self(num_rows, prompt, DECODE_STEPS + 1) - first_s) / DECODE_STEPS)
-            else:
-                found.append(first_s - self._overhead_s)
-        duration_s = statistics.median(found)
-        if duration_s <= 0:
-            return None
+        first_s = self(num_rows, prompt, 1)
         if decodes:
+            duration_s = (self(num_rows, prompt, DECODE_STEPS + 1) - first_s) / DECODE_STEPS
             context = prompt + DECODE_STEPS / 2
-            return StepSample(0, num_rows, round(num_rows * context), duration_s)
-        return StepSample(num_rows * prompt, 0, 0, duration_s, num_rows * prompt * (prompt + 1) / 2)
+            sample = StepSample(0, num_rows, round(num_rows * context), duration_s)
+        else:
+            pairs = num_rows * prompt * (prompt + 1) / 2
+            sample = StepSample(num_rows * prompt, 0, 0, first_s - self._overhead_s, pairs)
+        return sample if sample.duration_s > 0 else None
 
     def __call__(self, num_rows: int, prompt: int, output_tokens: int) -> float:
         """Seconds that a job takes.
