@@ -1,7 +1,7 @@
 """The native engine on a CPU against vLLM's CPU build: same model, dtype, threads and requests, alternating runs.
 
     python bench/cpu_engine.py --vllm-python .venv-vllm/bin/python [--scale 0.25] [--rounds 3] [--threads 2]
-        [--workloads W1,W2,W3,mixed] [--engines native,vllm,vllm-128,vllm-compiled] [--dtype float32]
+        [--workloads W1,W2,W3,mixed] [--engines native,vllm,vllm-128,vllm-compiled,transformers] [--dtype float32]
         [--preload LIBRARY[:LIBRARY]] [--pin 0,1] [--parts engines,profile,job]
 
 Each engine is a process of its own that loads once and then runs what it is asked for, with the model in that process
@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 49_000
-ENGINES = ("native", "vllm", "vllm-128", "vllm-compiled")
-"""vLLM runs eagerly with blocks of 32 tokens, with its default of 128, and compiled with blocks of 32"""
+ENGINES = ("native", "vllm", "vllm-128", "vllm-compiled", "transformers")
+"""vLLM runs eagerly with blocks of 32 tokens, with its default of 128, and compiled with blocks of 32; transformers by
+its own continuous batching, greedily where others draw"""
 BLOCK_SIZE = 32
 MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 2048
@@ -174,7 +175,7 @@ class Native:
         multiply, choose, layout = Linear.__call__, module.choose, module.StepLayout.from_batch
         operations = [(attention, "begin"), (attention, "store"), (attention, "attend")]
         operations += [(model.ops, "add_rms_norm"), (model.ops, "silu_mul")]
-        Linear.__call__ = lambda linear, x: timed(kinds[id(linear)], multiply)(linear, x)
+        Linear.__call__ = lambda linear, *inputs: timed(kinds[id(linear)], multiply)(linear, *inputs)
         module.choose = timed("choose", choose)
         module.StepLayout.from_batch = timed("layout", layout)
         for owner, name in operations:
@@ -240,16 +241,57 @@ class VLLM:
             vllm.SamplingParams(
                 temperature=r.temperature,
                 top_p=r.top_p,
-                seed=i if r.temperature else None,
                 max_tokens=r.num_tokens,
                 ignore_eos=True,
                 detokenize=False,
             )
-            for i, r in enumerate(requests)
+            for r in requests
         ]
         prompts = [{"prompt_token_ids": r.prompt} for r in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Transformers:
+    """The continuous batching of transformers, in this process."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(options["threads"])
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            options["folder"], dtype=getattr(torch, options["dtype"]), attn_implementation="sdpa"
+        ).eval()
+        self._config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+        self._num_blocks = 1 + int(options["kv_bytes"] / options["kv_bytes_per_token"]) // BLOCK_SIZE
+        self.version = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        self.num_steps = 0
+
+    def run(self, requests: list[Request]) -> list[list[int]]:
+        """Output tokens of each request."""
+        from transformers import ContinuousBatchingConfig
+
+        batching = ContinuousBatchingConfig(
+            page_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks,
+            max_batch_tokens=2048,
+            max_requests_per_batch=MAX_NUM_SEQS,
+        )
+        outputs: dict[str, list[int]] = {}
+        with self._model.continuous_batching_context_manager(
+            self._config, continuous_batching_config=batching, warmup=False
+        ) as manager:
+            for i, request in enumerate(requests):
+                manager.add_request(request.prompt, request_id=str(i), max_new_tokens=request.num_tokens)
+            while len(outputs) < len(requests):
+                result = manager.get_result(timeout=1)
+                if result is None:
+                    assert manager.is_running(), "transformers' generation thread ended"
+                elif result.is_finished():
+                    assert result.error is None, result.error
+                    outputs[result.request_id] = list(result.generated_tokens)
+        return [outputs[str(i)] for i in range(len(requests))]
 
 
 def serve(options: dict[str, Any]) -> None:
@@ -259,7 +301,7 @@ def serve(options: dict[str, Any]) -> None:
     if options["pin"]:
         os.sched_setaffinity(0, options["pin"])
     began_s = time.perf_counter()
-    engine = (Native if options["engine"] == "native" else VLLM)(options)
+    engine = {"native": Native, "transformers": Transformers}.get(options["engine"], VLLM)(options)
     for name in WORKLOADS:
         engine.run(workload(name, WARM_UP_SCALE))
     replies.write(json.dumps({"load_s": time.perf_counter() - began_s, "version": engine.version}) + "\n")
@@ -531,6 +573,7 @@ def main() -> None:
         "dtype": dtype,
         "threads": arguments.threads,
         "kv_bytes": kv_bytes_for(names, arguments.scale, spec.kv_bytes_per_token),
+        "kv_bytes_per_token": spec.kv_bytes_per_token,
         "pin": [int(core) for core in arguments.pin.split(",") if core],
     }
     machine = {
@@ -548,7 +591,7 @@ def main() -> None:
     workers: list[Worker] = []
     try:
         for engine in engines:
-            python = sys.executable if engine == "native" else arguments.vllm_python
+            python = arguments.vllm_python if engine.startswith("vllm") else sys.executable
             try:
                 workers.append(Worker(python, {**options, "engine": engine}, arguments.preload))
             except (OSError, RuntimeError) as error:
@@ -558,16 +601,19 @@ def main() -> None:
         machine["engines"] = {worker.name: worker.facts for worker in workers}
         if "engines" in parts:
             results["engines"] = compare(workers, names, arguments.scale, arguments.rounds)
+            print_comparison(results["engines"])
         if "profile" in parts and workers and workers[0].name == "native":
             results["profile"] = {
                 name: workers[0].ask(workload=name, scale=arguments.scale, profile=True) for name in names
             }
+            print_profile(results["profile"])
     finally:
         for worker in workers:
             worker.close()
     if "job" in parts:
         with tempfile.TemporaryDirectory() as folder:
             results["job"] = job(arguments.threads, dtype, min(1.0, arguments.scale), Path(folder))
+        print_job(results["job"])
     machine["load_at_end"] = os.getloadavg()
     print(
         f"{machine['cpu']}, {machine['cores']} cores, {arguments.threads} threads, {dtype}, scale {arguments.scale}, "
@@ -575,12 +621,6 @@ def main() -> None:
     )
     for worker in workers:
         print(f"{worker.name}: {worker.facts['version']}, loaded in {worker.facts['load_s']:.1f} s")
-    if "engines" in results:
-        print_comparison(results["engines"])
-    if "profile" in results:
-        print_profile(results["profile"])
-    if "job" in results:
-        print_job(results["job"])
     print(json.dumps(results))
 
 

@@ -519,8 +519,9 @@ def sections(rows: dict[str, list[Row]]) -> list[Section]:
 
 
 def report_of(row: Row) -> SimulationReport:
-    """The report that a row was made of."""
+    """The report that a row was made of; what else sets the run apart is told behind the policy's name."""
     known = {field.name: row[field.name] for field in fields(SimulationReport)}
+    known["policy"] = row["system"].removeprefix("sequential ")
     known["calibration"] = Calibration(**known["calibration"])
     if known["series"] is not None:
         known["series"] = Series(**known["series"])

@@ -513,12 +513,18 @@ class _Run(NamedTuple):
     """What tells apart the runs of one workload."""
 
     policy: str
+    """its name, and behind a comma what else is special about the run"""
     overlap: str
     lengths: str
 
 
 def _run(report: SimulationReport) -> _Run:
     return _Run(report.policy, report.overlap, report.lengths)
+
+
+def _variant(run: _Run) -> tuple[str, ...]:
+    """All but the policy."""
+    return (run.policy.partition(",")[2], run.overlap, run.lengths)
 
 
 def _run_names(reports: Sequence[SimulationReport]) -> tuple[dict[_Run, str], str]:
@@ -594,7 +600,7 @@ def _grouped_bars(
 
     names, shared = _run_names(reports)
     figure = _figure(title, f"Workload{shared}", y_title)
-    variants = list(dict.fromkeys(run[1:] for run in names))
+    variants = list(dict.fromkeys(_variant(run) for run in names))
     for run, name in names.items():
         bars = [report for report in reports if _run(report) == run]
         figure.add_trace(
@@ -603,9 +609,9 @@ def _grouped_bars(
                 x=[report.workload for report in bars],
                 y=[getattr(report, field) for report in bars],
                 marker={
-                    "color": POLICY_COLOURS.get(run.policy, UNKNOWN_POLICY_COLOUR),
+                    "color": POLICY_COLOURS.get(run.policy.split(",")[0], UNKNOWN_POLICY_COLOUR),
                     "pattern": {
-                        "shape": PATTERNS[variants.index(run[1:]) % len(PATTERNS)],
+                        "shape": PATTERNS[variants.index(_variant(run)) % len(PATTERNS)],
                         "solidity": 0.25,
                         "fillmode": "overlay",
                     },

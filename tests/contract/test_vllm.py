@@ -145,20 +145,17 @@ def test_what_only_vllm_can_do_is_done(engine: Any, vllm_tokenizer: Tokenizer) -
     assert regex.text.isdecimal()
 
 
-def test_logprobs_stop_strings_and_seeds(engine: Any) -> None:
+def test_logprobs_and_stop_strings(engine: Any) -> None:
     prompt = prompts(1)[0]
     plain = run(engine, request_table([prompt], max_tokens=8))[0]
     assert isinstance(plain, Completion)
     stop = plain.text[3:5]
     requests = with_params(
-        request_table([prompt] * 4, max_tokens=8),
+        request_table([prompt] * 2, max_tokens=8),
         SamplingParams(temperature=0.0, logprobs=2),
         SamplingParams(temperature=0.0, stop=(stop,)),
-        SamplingParams(temperature=2.0),
-        SamplingParams(temperature=2.0),
     )
-    requests.seeds = np.array([0, 0, 2**64 - 3, 2**64 - 3], dtype=np.uint64)
-    with_logprobs, stopped, one, same = (result for _, result in sorted(run(engine, requests).items()))
+    with_logprobs, stopped = (result for _, result in sorted(run(engine, requests).items()))
     assert isinstance(with_logprobs, Completion)
     assert with_logprobs.logprobs is not None
     assert [token.token_id for token in with_logprobs.logprobs] == with_logprobs.token_ids
@@ -169,7 +166,28 @@ def test_logprobs_stop_strings_and_seeds(engine: Any) -> None:
     assert isinstance(stopped, Completion)
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stop not in stopped.text
-    assert one.token_ids == same.token_ids
+
+
+def test_drawn_tokens_of_a_prompt_that_is_computed_in_parts(engine: Any) -> None:
+    requests = request_table(prompts(2, length=150), max_tokens=4)
+    requests.params = (SamplingParams(temperature=1.0),)
+    requests.seeds = np.array([1, 2], dtype=np.uint64)
+    with pytest.warns(UserWarning, match="without seeds"):
+        results = run(engine, requests)
+    assert [len(result.token_ids) for result in results.values()] == [4, 4]
+
+
+def test_seeds(open_vllm: Any) -> None:
+    engine = open_vllm(max_num_batched_tokens=256, engine_args={"enable_chunked_prefill": False})
+    try:
+        requests = request_table(prompts(1) * 8, max_tokens=8)
+        requests.params = (SamplingParams(temperature=2.0),)
+        requests.seeds = np.array([2**64 - 3, 2**64 - 3, *range(6)], dtype=np.uint64)
+        one, same, *others = (result.token_ids for _, result in sorted(run(engine, requests).items()))
+    finally:
+        engine.close()
+    assert one == same
+    assert all(one != other for other in others)
 
 
 def test_stop_admitting_lets_what_runs_end(engine: Any) -> None:

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
@@ -220,7 +221,6 @@ class VLLMEngine:
         self._caller = None if self._children.is_empty else caller
         self._has_tokenizer = not further.get("skip_tokenizer_init")
         self._tells_output_tokens = further.get("scheduler_cls") == SCHEDULER_CLS
-        self._make_params = _params_maker(detokenize=self._has_tokenizer)
         self._adapters: dict[Adapter, Any] = {}
         """LoRA adapters that are loaded, as vLLM's LoRARequests"""
         self._make_prompt = _prompt_maker()
@@ -234,6 +234,10 @@ class VLLMEngine:
         self.kv_capacity_tokens = min(getattr(cache, "kv_cache_size_tokens", None) or capacity, capacity)
         self.max_model_len = int(config.model_config.max_model_len)
         self._max_num_seqs = int(scheduler.max_num_seqs)
+        # vLLM 0.32's CPU build dies of a prompt that is computed in parts where its request has a seed: it wants back
+        # the random number of each part, and a generator on a CPU gives none back.
+        self._takes_seeds = not current_platform.is_cpu() or not scheduler.enable_chunked_prefill
+        self._make_params = _params_maker(detokenize=self._has_tokenizer, with_seeds=self._takes_seeds)
         hardware = replace(
             cost_model.hardware,
             block_size=int(cache.block_size),
@@ -265,6 +269,13 @@ class VLLMEngine:
         """Run all requests; see `Engine.run`. A request that vLLM refuses has a `Failure` in vLLM's words."""
         if len(requests) == 0:
             return
+        if not self._takes_seeds and any(params.temperature > 0.0 for params in requests.params):
+            warnings.warn(
+                "vLLM on a CPU fails where the prompt of a request with a seed is computed in parts, so requests "
+                "are sent without seeds, and what is drawn differs from run to run. To have seeds: --engine-arg "
+                "enable_chunked_prefill=false --max-num-batched-tokens N, at least the model's context",
+                stacklevel=2,
+            )
         hardware = self.cost_model.hardware
         window = Window(
             requests,
@@ -504,7 +515,9 @@ def _numbers(sent: Mapping[str, _Sent]) -> list[int]:
     return [one.request for one in sent.values()]
 
 
-def _params_maker(*, detokenize: bool) -> Callable[[SamplingParams, int, int, ChatAnswer | None], Any]:
+def _params_maker(
+    *, detokenize: bool, with_seeds: bool
+) -> Callable[[SamplingParams, int, int, ChatAnswer | None], Any]:
     """A function from our sampling parameters, most tokens, a seed and what reads the answer to vLLM's."""
     import vllm.sampling_params as vllm_params
 
@@ -530,7 +543,7 @@ def _params_maker(*, detokenize: bool) -> Callable[[SamplingParams, int, int, Ch
             top_p=params.top_p,
             top_k=params.top_k,
             min_p=params.min_p,
-            seed=None if params.temperature == 0.0 else seed % 2**63,
+            seed=seed % 2**63 if with_seeds and params.temperature > 0.0 else None,
             stop=list(params.stop),
             stop_token_ids=list(params.stop_token_ids),
             include_stop_str_in_output=params.include_stop_str_in_output,
