@@ -122,7 +122,8 @@ def vllm_serve_url(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(vllm_model)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--max-model-len", "256", "--max-num-seqs", "8", "--block-size", "32"]
-    command += ["--num-gpu-blocks-override", "65", "--enable-prompt-tokens-details"]
+    command += ["--num-gpu-blocks-override", "65", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--enable-prompt-tokens-details"]
     log = tmp_path_factory.mktemp("vllm-serve") / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0)

@@ -60,6 +60,8 @@ class GaveUp:
     """No attempt succeeded, which may be the server's fault or the request's."""
 
     failure: Failure
+    is_hasty: bool = False
+    """whether more attempts were left, but another server may be quicker than they"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,6 @@ class ApiServer:
         max_concurrency: most requests at a time.
         request_timeout_s: until an answer must be complete.
         backoff: between attempts.
-        has_peers: whether another server can do what this one cannot, so that time-outs are not waited for again.
 
     Raises:
         ConfigError: httpx2 is not installed.
@@ -173,7 +174,6 @@ class ApiServer:
         max_concurrency: int,
         request_timeout_s: float,
         backoff: Backoff,
-        has_peers: bool = False,
     ) -> None:
         try:
             import httpx2
@@ -187,7 +187,6 @@ class ApiServer:
         self._rate_limit_backoff = Backoff(
             backoff.base_s, backoff.factor, backoff.max_s, MAX_RATE_LIMITED_ATTEMPTS
         )
-        self._has_peers = has_peers
         self.limit = ConcurrencyLimit(max_concurrency)
         self.away_since_s: float | None = None
         """by the monotonic clock, while it does not answer"""
@@ -231,8 +230,10 @@ class ApiServer:
 
     # -- one request ---------------------------------------------------------------------------------------------
 
-    async def answer(self, request: RawRequest) -> Result | GaveUp:
+    async def answer(self, request: RawRequest, *, is_hasty: bool = False) -> Result | GaveUp:
         """The result of a request, however many attempts it takes.
+
+        A hasty one is given up at the first time-out if nothing else was answered meanwhile.
 
         Raises:
             EngineError: the server refuses whatever is sent.
@@ -258,8 +259,10 @@ class ApiServer:
             else:
                 num_attempts += 1
                 delay_s = self._backoff.delay_s(num_attempts, outcome.retry_after_s)
-                if self._has_peers and outcome.is_timeout and self._last_success_s < sent_s:
-                    delay_s = None
+                is_stuck = outcome.is_timeout and self._last_success_s < sent_s
+                if is_hasty and is_stuck and delay_s is not None:
+                    self.num_given_up += 1
+                    return GaveUp(outcome.failure, is_hasty=True)
             if delay_s is None:
                 failure = outcome.failure
                 failure.message += f" (given up after {num_attempts + num_rate_limited} attempts)"

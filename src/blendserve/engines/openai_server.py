@@ -306,7 +306,6 @@ class OpenAIServer:
                     max_concurrency=max_concurrency or DEFAULT_MAX_CONCURRENCY,
                     request_timeout_s=request_timeout_s,
                     backoff=backoff or Backoff(),
-                    has_peers=len(base_urls) > 1,
                 )
                 for url in base_urls
             ]
@@ -549,8 +548,10 @@ class OpenAIServer:
                 for request in withdrawn:
                     share.tasks.pop(request).cancel()
                 for request in admitted:
-                    raw = run.requests.raw[int(share.ids[request])]
-                    task = self._loop.create_task(lane.server.answer(raw))
+                    number = int(share.ids[request])
+                    is_hasty = number not in run.tried_elsewhere and bool(self._peers(lane))
+                    answer = lane.server.answer(run.requests.raw[number], is_hasty=is_hasty)
+                    task = self._loop.create_task(answer)
                     run.tasks[task] = lane, share, request
                     share.tasks[request] = task
 
@@ -569,7 +570,7 @@ class OpenAIServer:
                 continue
             outcome, number = task.result(), int(share.ids[request])
             if isinstance(outcome, GaveUp):
-                if number not in run.tried_elsewhere and self._peers(lane):
+                if number not in run.tried_elsewhere and (outcome.is_hasty or self._peers(lane)):
                     run.tried_elsewhere.add(number)
                     given_up.setdefault(lane, []).append(number)
                     share.window.finish([(request, None)], run.now_s)
