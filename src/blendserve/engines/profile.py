@@ -111,7 +111,9 @@ def profile_engine(
         ConfigError: this engine cannot be measured here, or what was measured does not make a profile.
     """
     if config.engine == "simulated":
-        raise ConfigError("--engine simulated runs by a profile and has none of its own; name another engine")
+        raise ConfigError(
+            "--engine simulated runs by a profile and has none of its own; use --engine native, vllm, sglang or openai"
+        )
     config.check()
     base = replace(config.hardware_spec(), name=name, overlap=Overlap(), partitions=(), split_overhead=0.0)
     cost_model = config.cost_model(files)
