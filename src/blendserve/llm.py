@@ -163,7 +163,8 @@ class LLM:
 
     Args:
         model: Hugging Face folder, .gguf file or hub id; None: the bundled one. With a server: its name for it.
-        engine: native, vllm, openai (a server; needs `base_url`) or simulated.
+        engine: native, vllm, sglang (which it starts, or at `base_url`), openai (a server at `base_url`, or several)
+            or simulated.
         policy: order of admission.
         seed: of sampling, for requests that bring none.
         served_model_name: what a server is asked for where `model` is a folder to count tokens with.
@@ -207,7 +208,7 @@ class LLM:
         if policy not in POLICIES:
             raise ConfigError(f"there is no policy {policy!r}; choose of {', '.join(POLICIES)}")
         self._config.engine.check()
-        if self._config.engine.forwards and model is None:
+        if self._config.engine.is_remote and model is None:
             raise ConfigError(f"engine={engine!r} needs model=, the server's name for the model")
         self._files = find_model(self._config, _log.info)
         self._tokenizer = open_tokenizer(self._files)
@@ -625,7 +626,10 @@ _MISSING = object()
 def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of an engine; every option is taken, refused, or said to do nothing."""
     known = {field.name for field in fields(EngineConfig)} - _ONLY_COMMAND
-    known -= NATIVE_ONLY if engine == "vllm" else _ONLY_VLLM
+    if engine in ("vllm", "sglang"):
+        known -= NATIVE_ONLY
+    if engine != "vllm":
+        known -= _ONLY_VLLM
     values: dict[str, Any] = {"engine": engine}
     engine_args: dict[str, Any] = {}
     for given, value in options.items():
@@ -634,7 +638,7 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
             if type(value) in (int, float) and value <= 0:
                 raise ConfigError(f"{given}={value} is not above 0; leave it out, or give a positive number")
             values[name] = value
-        elif engine == "vllm":
+        elif engine in ("vllm", "sglang"):
             engine_args[name] = value
         elif name in _WITHOUT_EFFECT:
             warnings.warn(f"{name} does nothing with engine={engine!r}", stacklevel=3)

@@ -44,7 +44,7 @@ ONLY_IN = {
     "transformers": ("tokenizer.py", "models.py", "gguf_files.py"),
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
-    "httpx2": ("engines/openai_server.py",),
+    "httpx2": ("engines/openai_api.py",),
     "tqdm": ("llm.py",),
     "llguidance": ("engines/native/grammar.py",),
     "vllm": ("engines/vllm.py", "engines/vllm_chat.py"),
@@ -165,5 +165,12 @@ def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
         "max_time",
         "finalize",
     }
-    server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}
+    server = {
+        "base_url",
+        "api_key_env",
+        "max_concurrency",
+        "request_timeout",
+        "kv_cache_tokens",
+        "sglang_python",
+    }
     assert options_of("run") - only_run - server <= options_of("plan")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from blendserve.cost_model import CostModel, HardwareSpec, tensor_parallel
 from blendserve.engines.chat import ChatFeatures, check_parsers, forces_calls
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from blendserve.planner.prefix_tree import Ints
     from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
-EngineName = Literal["native", "vllm", "simulated", "openai"]
+EngineName = Literal["native", "vllm", "sglang", "simulated", "openai"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -33,22 +35,26 @@ DEFAULT_HARDWARE = {
     "native": "cpu-2core-avx2",
     "native-cuda": "h200-estimate",
     "simulated": "a100-80g-paper",
-    "openai": "a100-80g-paper",
 }
 NATIVE_ONLY = frozenset({"device", "load_format"})
 """settings that vLLM has by the same names, where they go to vLLM as all others do"""
 _OUTPUT_ENGINE_ARGS = frozenset(
     {
+        "chat_template",
+        "completion_template",
         "config_format",
         "generation_config",
         "hf_overrides",
+        "json_model_override_args",
         "kv_cache_dtype",
+        "lora_paths",
         "override_generation_config",
         "quantization",
         "revision",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
+        "sampling_defaults",
         "speculative_config",
         "structured_outputs_config",
     }
@@ -90,9 +96,9 @@ EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
     "vllm": _OF_BOTH | {"thinking_token_budget"},
     "simulated": frozenset(),
     "openai": frozenset(),
+    "sglang": frozenset(),
 }
-"""parameters of a request that not every engine can do, by engine; to a server bodies go as they are"""
-DEFAULT_MAX_CONCURRENCY = 128
+"""parameters of a request that not every engine can do, by engine; to servers bodies go as they are"""
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 
@@ -101,16 +107,8 @@ def has_nvidia_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _vllm_has_gpu() -> bool:
+def _machine_has_gpu() -> bool:
     return has_nvidia_gpu() or Path("/dev/kfd").exists()
-
-
-def _default_hardware(engine: EngineName, on_cuda: bool) -> str:
-    if on_cuda:
-        return DEFAULT_HARDWARE["native-cuda"]
-    if engine == "vllm":
-        return DEFAULT_HARDWARE["simulated" if _vllm_has_gpu() else "native"]
-    return DEFAULT_HARDWARE[engine]
 
 
 class Engine(Protocol):
@@ -176,18 +174,20 @@ class EngineConfig:
     num_threads: int | None = None
     engine_process: bool = True
     """run the native engine in a process of its own, whose death the job survives"""
-    base_url: str | None = None
-    """of a server that speaks OpenAI's API, with its /v1"""
+    base_url: str | Sequence[str] | None = None
+    """of a server that speaks OpenAI's API, with its /v1, or of several that run the same model"""
     api_key_env: str | None = None
     """environment variable that holds the server's key; None: no key is sent"""
     max_concurrency: int | None = None
-    """most requests at the server at a time"""
+    """most requests at a server at a time"""
     request_timeout: float | None = None
     """seconds until an answer must be complete, or the request is sent again"""
     kv_cache_tokens: int | None = None
-    """tokens of KV cache that the server has"""
+    """tokens of KV cache that a server has"""
+    sglang_python: str | None = None
+    """interpreter that has SGLang; None: the one that runs BlendServe"""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """further arguments of vLLM's engine"""
+    """further arguments of vLLM's engine or SGLang's server"""
     tool_call_parser: str | None = None
     """vLLM's name of what reads tool calls out of answers"""
     enable_auto_tool_choice: bool = False
@@ -200,7 +200,19 @@ class EngineConfig:
     @property
     def forwards(self) -> bool:
         """Whether requests go to a server as they are written."""
-        return self.engine == "openai"
+        return self.engine in ("openai", "sglang")
+
+    @property
+    def base_urls(self) -> tuple[str, ...]:
+        """Of all servers."""
+        if self.base_url is None:
+            return ()
+        return (self.base_url,) if isinstance(self.base_url, str) else tuple(self.base_url)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether somebody else's server has the model."""
+        return self.engine == "openai" or (self.engine == "sglang" and bool(self.base_urls))
 
     @property
     def extra_parameters(self) -> frozenset[str]:
@@ -243,7 +255,7 @@ class EngineConfig:
 
     @property
     def output_engine_args(self) -> dict[str, Any]:
-        """Of vLLM's options, those that change what is generated or how it is read."""
+        """Of vLLM's or SGLang's options, those that change what is generated or how it is read."""
         found = {name: value for name, value in self.vllm_args.items() if name in _OUTPUT_ENGINE_ARGS}
         for name in ("tool_call_parser", "reasoning_parser", "lora_modules"):
             if value := getattr(self, name):
@@ -277,48 +289,98 @@ class EngineConfig:
                 f"--quantization {self.quantization} is for --engine vllm: the native engine dequantizes .gguf files "
                 "as it loads them, and runs no other quantized weights; leave it out, or add --engine vllm"
             )
-        if self.forwards:
-            if self.tensor_parallel_size > 1:
-                raise ConfigError(
-                    f"--tensor-parallel-size {self.tensor_parallel_size} does nothing with --engine openai: the server "
-                    "decides; leave it out"
-                )
-            if self.base_url is None:
-                raise ConfigError(
-                    "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
-                )
-            self._check_no_vllm()
+        if self.is_remote:
+            self._check_remote()
             return
-        if self.on_cuda and importlib.util.find_spec("triton") is None:
-            raise ConfigError(
-                "--device cuda needs Triton: pip install 'blendserve[cuda]', or use --device cpu"
-            )
-        if self.engine == "vllm":
-            self._check_vllm()
+        given: dict[str, object] = {"--base-url": self.base_url, "--api-key-env": self.api_key_env}
+        if self.engine == "sglang":
+            self._check_sglang()
         else:
-            self._check_no_vllm()
-        if self.engine == "native":
-            self._check_tool_choice()
-            check_parsers(self.tool_call_parser, self.reasoning_parser)
-        given = {
-            "--base-url": self.base_url,
-            "--api-key-env": self.api_key_env,
-            "--max-concurrency": self.max_concurrency,
-            "--request-timeout": self.request_timeout,
-            "--kv-cache-tokens": self.kv_cache_tokens,
-        }
+            if self.on_cuda and importlib.util.find_spec("triton") is None:
+                raise ConfigError(
+                    "--device cuda needs Triton: pip install 'blendserve[cuda]', or use --device cpu"
+                )
+            if self.engine == "vllm":
+                self._check_vllm()
+            else:
+                self._check_no_vllm()
+                self._check_no_engine_args()
+            if self.engine == "native":
+                self._check_tool_choice()
+                check_parsers(self.tool_call_parser, self.reasoning_parser)
+            given |= {
+                "--max-concurrency": self.max_concurrency,
+                "--request-timeout": self.request_timeout,
+                "--kv-cache-tokens": self.kv_cache_tokens,
+                "--sglang-python": self.sglang_python,
+            }
         for flag, value in given.items():
             if value is not None:
+                engine = "sglang" if flag == "--sglang-python" else "openai"
                 raise ConfigError(
-                    f"{flag} is for --engine openai and does nothing with --engine {self.engine}; "
-                    f"leave it out, or add --engine openai"
+                    f"{flag} is for --engine {engine} and does nothing with --engine {self.engine}; "
+                    f"leave it out, or add --engine {engine}"
                 )
 
+    def _check_remote(self) -> None:
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} does nothing with --engine {self.engine}: the "
+                "server decides; leave it out"
+            )
+        if not self.base_urls:
+            raise ConfigError(
+                f"--engine {self.engine} needs --base-url, such as --base-url http://localhost:8000/v1"
+            )
+        if self.sglang_python is not None:
+            raise ConfigError(
+                "--sglang-python starts a server and --base-url names one that runs; leave one of them out"
+            )
+        for url in self.base_urls:
+            try:
+                parts = urlsplit(url)
+                has_secret = parts.username is not None or bool(parts.query)
+            except ValueError:
+                continue  # what is wrong with it is said when it is used
+            if has_secret:  # it would be in logs, reports and messages
+                raise ConfigError(
+                    "--base-url carries a user name, password or query; leave them out, and put the key into the "
+                    "environment variable that --api-key-env names"
+                )
+        if len(set(self.base_urls)) < len(self.base_urls):
+            raise ConfigError("--base-url names a server twice; name each once, --max-concurrency is of each")
+        self._check_no_vllm()
+        self._check_no_engine_args()
+
+    def _check_no_engine_args(self) -> None:
+        if self.engine_args:
+            raise ConfigError(
+                f"--engine-arg {next(iter(self.engine_args))} is for --engine vllm, and for the server that --engine "
+                "sglang starts where there is no --base-url; leave it out, or add --engine vllm"
+            )
+
+    def _check_sglang(self) -> None:
+        from blendserve.engines.sglang import check_engine_args, check_python
+
+        if self.kv_cache_memory is not None:
+            raise ConfigError("--kv-cache-memory: SGLang takes tokens; use --kv-cache-tokens")
+        if self.attention_backend != "auto":
+            raise ConfigError(
+                f"--attention-backend {self.attention_backend} is for --engine native; "
+                "SGLang's is chosen with --engine-arg attention_backend=..."
+            )
+        self._check_no_vllm()
+        check_engine_args(self.engine_args)
+        if self.sglang_python is not None:
+            check_python(self.sglang_python)
+        elif importlib.util.find_spec("sglang") is None:
+            raise ConfigError(
+                "--engine sglang needs SGLang: name the interpreter of an environment that has it with "
+                "--sglang-python, or a server that runs with --base-url"
+            )
+
     def _check_no_vllm(self) -> None:
-        of_vllm = {
-            f"--engine-arg {next(iter(self.engine_args), None)}": self.engine_args,
-            "--lora-modules": self.lora_modules,
-        }
+        of_vllm = {"--lora-modules": self.lora_modules}
         of_both = {
             "--tool-call-parser": self.tool_call_parser,
             "--enable-auto-tool-choice": self.enable_auto_tool_choice,
@@ -373,7 +435,7 @@ class EngineConfig:
             ConfigError: no such profile.
         """
         on_cuda = self.on_cuda
-        spec = HardwareSpec.load(self.hardware or _default_hardware(self.engine, on_cuda))
+        spec = HardwareSpec.load(self.hardware or self._default_hardware(on_cuda))
         given = {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -383,6 +445,15 @@ class EngineConfig:
         chosen = {name: value for name, value in given.items() if value is not None}
         return replace(spec, **chosen)  # type: ignore[arg-type]
 
+    def _default_hardware(self, on_cuda: bool) -> str:
+        if on_cuda:
+            return DEFAULT_HARDWARE["native-cuda"]
+        if self.engine == "native" or (
+            self.engine in ("vllm", "sglang") and not self.is_remote and not _machine_has_gpu()
+        ):
+            return DEFAULT_HARDWARE["native"]
+        return DEFAULT_HARDWARE["simulated"]
+
     def context_limit(self, model: ModelSpec) -> int:
         """Most tokens of a request.
 
@@ -391,7 +462,7 @@ class EngineConfig:
         """
         if self.max_model_len is None:
             return model.max_model_len
-        if self.forwards:  # the server decides; this is for planning
+        if self.is_remote:  # the server decides; this is for planning
             return self.max_model_len
         if not 1 <= self.max_model_len <= model.max_model_len:
             raise ConfigError(
@@ -413,10 +484,10 @@ class EngineConfig:
 
             check_supported(files.config)
             element_bytes = dtype_bytes(self.dtype, self.device)
-        elif self.engine == "vllm" and self.dtype == "float32":
+        elif self.engine in ("vllm", "sglang") and self.dtype == "float32":
             element_bytes = 4.0
         size, config = self.tensor_parallel_size, files.config
-        if self.engine == "vllm" and isinstance(config.get("text_config"), dict):
+        if self.engine != "native" and isinstance(config.get("text_config"), dict):
             config = config["text_config"]  # of a model that takes images or audio
         model = ModelSpec.from_config(
             config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
@@ -440,8 +511,8 @@ class EngineConfig:
     @property
     def _ranks_share_a_machine(self) -> bool:
         """Whether tensor-parallel ranks divide the CPU that a profile is of, instead of having a device each."""
-        if self.engine == "vllm":
-            return not _vllm_has_gpu()
+        if self.engine in ("vllm", "sglang"):
+            return not _machine_has_gpu()
         return self.engine == "native" and not self.on_cuda
 
 
@@ -469,20 +540,8 @@ def open_engine(
     from blendserve.scheduling.scheduler import SchedulerConfig
 
     max_model_len = config.context_limit(cost_model.model)
-    if config.engine == "openai":
-        from blendserve.engines.openai_server import OpenAIServer
-
-        config.check()
-        assert config.base_url is not None
-        return OpenAIServer(
-            config.base_url,
-            cost_model,
-            api_key_env=config.api_key_env,
-            max_concurrency=config.max_concurrency or DEFAULT_MAX_CONCURRENCY,
-            request_timeout_s=config.request_timeout or DEFAULT_REQUEST_TIMEOUT_S,
-            kv_capacity_tokens=config.kv_cache_tokens or cost_model.kv_capacity_tokens,
-            max_model_len=max_model_len,
-        )
+    if config.forwards:
+        return _open_server(config, files, cost_model, max_model_len)
     if config.engine == "vllm":
         from blendserve.engines.vllm import VLLMEngine
 
@@ -526,6 +585,47 @@ def open_engine(
         free_unused_prefixes=config.free_unused_prefixes,
     )
     return BatchingEngine(executor, scheduler)
+
+
+def _open_server(
+    config: EngineConfig, files: ModelFiles, cost_model: CostModel, max_model_len: int
+) -> Engine:
+    from blendserve.engines.openai_server import OpenAIServer
+
+    config.check()
+    process, base_urls = None, config.base_urls
+    if not config.is_remote:
+        from blendserve.engines.sglang import SGLangServer
+
+        assert files.folder is not None
+        process = SGLangServer(
+            config.sglang_python or sys.executable,
+            files.folder,
+            files.name,
+            {
+                "context_length": config.max_model_len,
+                "page_size": config.block_size,
+                "max_total_tokens": config.kv_cache_tokens,
+                "max_running_requests": config.max_num_seqs,
+                "chunked_prefill_size": config.max_num_batched_tokens,
+                "dtype": None if config.dtype == "auto" else config.dtype,
+                "tp_size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else None,
+                **config.engine_args,
+            },
+        )
+        base_urls = (process.base_url,)
+    return OpenAIServer(
+        base_urls,
+        cost_model,
+        api_key_env=config.api_key_env,
+        max_concurrency=config.max_concurrency,
+        request_timeout_s=config.request_timeout or DEFAULT_REQUEST_TIMEOUT_S,
+        kv_capacity_tokens=config.kv_cache_tokens if config.is_remote else None,
+        max_model_len=max_model_len,
+        flushes_cache=config.engine == "sglang",
+        process=process,
+        name=config.engine,
+    )
 
 
 def _open_native(

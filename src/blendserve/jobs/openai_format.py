@@ -189,7 +189,7 @@ def parameter_support(engine: EngineName, url: str) -> dict[str, Support]:
     """What becomes of each parameter of OpenAI's and vLLM's requests to a url."""
 
     def support(name: str) -> Support:
-        if engine == "openai":
+        if engine in ("openai", "sglang"):
             return "forwarded"
         if name in _HONOURED_BY_URL[url] or engine in _engines_with(name, url):
             return "yes"

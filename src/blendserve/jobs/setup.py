@@ -125,11 +125,12 @@ class JobConfig:
             "max_model_len": self.engine.max_model_len,
             "seed": self.seed,
         }
-        if self.engine.forwards:
-            parameters["base_url"] = self.engine.base_url
+        if self.engine.is_remote:  # servers of a pool may come and go
+            urls = self.engine.base_urls
+            parameters["base_url"] = urls[0] if len(urls) == 1 else "several"
         if self.engine.load_format != "auto":
             parameters["load_format"] = self.engine.load_format
-        if self.engine.engine == "vllm" or self.engine.output_engine_args:
+        if self.engine.engine in ("vllm", "sglang") or self.engine.output_engine_args:
             parameters["engine_args"] = self.engine.output_engine_args
         if self.engine.engine == "simulated":
             parameters["output_tokens_field"] = self.source.output_tokens_field
@@ -200,7 +201,7 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
         ConfigError: they cannot be had.
     """
     source = config.source
-    if config.engine.forwards:
+    if config.engine.is_remote:
         return remote_model(source.model, served_model_name=source.served_model_name)
     return resolve_model(
         source.model,
@@ -220,7 +221,7 @@ def open_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Tok
 def _names_no_model(config: JobConfig) -> bool:
     """Whether it is left to the lines which of a server's models they run on."""
     source = config.source
-    return config.engine.forwards and source.model is None and source.served_model_name is None
+    return config.engine.is_remote and source.model is None and source.served_model_name is None
 
 
 def plan_job(
