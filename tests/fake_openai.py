@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,20 +19,30 @@ class FakeOpenAI:
     """Answers a request by the faults scripted for its `user`, one per attempt, and then well.
 
     Faults are a status, or: `half` (fewer bytes than promised), `cut` (JSON that ends early), `html`, `not-json`,
-    `no-choices`, `reset`, `slow` (no answer ever), `quota`, `redirect`, `retry-after` (a 429 that names a time).
+    `no-choices`, `reset`, `slow` (no answer ever), `stalled` (nor the end of the headers), `late-headers` (in pieces,
+    but then a good answer), `quota`, `echo-key`, `redirect`, `retry-after` (a 429 that names a time).
     """
 
     faults: dict[str, list[int | str]] = field(default_factory=dict)
     always: int | str | None = None
     """a fault of every request that has none of its own"""
+    first: Sequence[int | str] = ()
+    """faults of the first attempts of all requests, in turn"""
     retry_after: str = "0"
     key: str | None = None
     latency_s: float = 0.0
     num_together: int = 1
     """answers wait until so many requests are in flight for the first time"""
+    most_in_flight: int | None = None
+    """a request that is one too many gets a 429"""
+    pages: dict[str, Any] = field(default_factory=dict)
+    """what is at other paths: text, or JSON"""
+    posted: list[str] = field(default_factory=list)
+    """paths beside the API that were posted to"""
     requests: list[tuple[str, bytes]] = field(default_factory=list)
     """(path, body) in order of arrival"""
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    num_refused: int = 0
     num_connections: int = 0
     num_in_flight: int = 0
     max_in_flight: int = 0
@@ -71,12 +81,27 @@ class FakeOpenAI:
             await send(writer, 401, error(401, "Incorrect API key provided", "invalid_api_key"))
             return
         if method == "GET":
-            await send(writer, 200, {"object": "list", "data": []})
+            page = self.pages.get(path, {"object": "list", "data": []} if path == "/v1/models" else None)
+            if isinstance(page, str):
+                await send_raw(writer, 200, page.encode(), content_type="text/plain")
+            else:
+                await send(writer, 404 if page is None else 200, page or {})
             return
+        if not path.startswith("/v1/"):
+            self.posted.append(path)
+            await send(writer, 200, {})
+            return
+        if self.most_in_flight is not None and self.num_in_flight >= self.most_in_flight:
+            self.num_refused += 1
+            await send(writer, 429, error(429, "Slow down", "rate_limit"), retry_after=self.retry_after)
+            return
+        is_new = all(body != earlier for _, earlier in self.requests)
         self.requests.append((path, body))
         request = json.loads(body)
         user = request.get("user", "")
         script = self.faults.get(user, [])
+        if is_new and self.first:
+            script = [self.first[len({body for _, body in self.requests}) % len(self.first)], *script]
         attempt = self.attempts[user]
         self.attempts[user] += 1
         self.num_in_flight += 1
@@ -112,6 +137,17 @@ class FakeOpenAI:
             raise ConnectionError
         elif fault == "slow":
             await asyncio.sleep(600)
+        elif fault in ("stalled", "late-headers"):
+            for piece in (b"HTTP/1.1 200 OK\r\nContent-", b"Type: application/json\r\nContent-Le"):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.05)
+            if fault == "stalled":
+                await asyncio.sleep(600)
+            writer.write(b"ngth: %d\r\n\r\n" % len(text) + text)
+            await writer.drain()
+        elif fault == "echo-key":
+            await send(writer, 422, error(422, f"the key {self.key} may not do this", "no_such_right"))
         elif fault == "quota":
             await send(writer, 429, error(429, "You exceeded your current quota", "insufficient_quota"))
         elif fault == "retry-after":

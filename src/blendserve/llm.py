@@ -40,7 +40,7 @@ from blendserve.jobs.setup import DEFAULT_POLICY, InputConfig, JobConfig, find_m
 from blendserve.jobs.sources import CHAT_URL, COMPLETIONS_URL
 from blendserve.outputs import CompletionOutput, Logprob, RequestOutput
 from blendserve.planner.plan import PlanConfig
-from blendserve.request import Adapter, Completion, Failure, RequestTable, StepOutput
+from blendserve.request import Adapter, Completion, Failure, RequestTable, StepOutput, TokenLogprob
 from blendserve.sampling_params import SamplingParams
 from blendserve.scheduling.policies import POLICIES, PolicyName
 from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
@@ -96,8 +96,16 @@ _GENERATION_DEFAULTS = {
 }
 """key of generation_config.json to sampling parameter, as vLLM reads them"""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
-_ONLY_COMMAND = frozenset({"engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"})
-"""fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, and adapters come with calls"""
+_ONLY_COMMAND = frozenset(
+    {
+        *("engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"),
+        *("quantization", "trust_remote_code"),
+    }
+)
+"""fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, adapters come with calls, and
+what only vLLM has goes to vLLM's engine"""
+_ONLY_VLLM = frozenset({"reasoning_parser"})
+"""those that are options for vLLM, whose constraints begin behind the reasoning"""
 
 
 IndexedOutput = tuple[int, RequestOutput]
@@ -155,7 +163,8 @@ class LLM:
 
     Args:
         model: Hugging Face folder, .gguf file or hub id; None: the bundled one. With a server: its name for it.
-        engine: native, vllm, openai (a server; needs `base_url`) or simulated.
+        engine: native, vllm, sglang (which it starts, or at `base_url`), openai (a server at `base_url`, or several)
+            or simulated.
         policy: order of admission.
         seed: of sampling, for requests that bring none.
         served_model_name: what a server is asked for where `model` is a folder to count tokens with.
@@ -199,7 +208,7 @@ class LLM:
         if policy not in POLICIES:
             raise ConfigError(f"there is no policy {policy!r}; choose of {', '.join(POLICIES)}")
         self._config.engine.check()
-        if self._config.engine.forwards and model is None:
+        if self._config.engine.is_remote and model is None:
             raise ConfigError(f"engine={engine!r} needs model=, the server's name for the model")
         self._files = find_model(self._config, _log.info)
         self._tokenizer = open_tokenizer(self._files)
@@ -274,7 +283,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's chat template; otherwise as `generate`.
 
-        `tools` are for the template only, and for `engine="vllm"`: calls of them are in the text, as in vLLM's `LLM`.
+        `tools` are for the template only: calls of them are in the text, as in vLLM's `LLM`. A content in several parts
+        of text is given to the template as it is, if it takes that, or joined by line feeds; "string" always joins.
         """
         if chat_template_content_format not in ("auto", "string"):
             raise PromptError(
@@ -290,7 +300,10 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
             **(tokenization_kwargs or {}),
         }
-        requests = self._requests(_conversations(messages), sampling_params, True, extra, lora_request)
+        conversations = _conversations(messages)
+        if chat_template_content_format == "string":
+            conversations = map(_with_joined_texts, conversations)
+        requests = self._requests(conversations, sampling_params, True, extra, lora_request)
         return self._outputs(requests, use_tqdm, on_error)
 
     def chat_iter(
@@ -466,6 +479,7 @@ class LLM:
                 any_model=True,
                 seed=self._config.seed,
                 fill_context=True,
+                check_params=self._config.engine.check_params,
             )
             if prepared.errors and on_error == "raise":
                 first = prepared.errors[0]
@@ -535,6 +549,7 @@ class LLM:
                     custom_id=number,
                     pass_through=engine.forwards,
                     extra_parameters=engine.extra_parameters,
+                    chat_features=engine.chat_features,
                 )
             except RequestError as error:
                 yield LineError.of(error, index + 1, number)
@@ -558,34 +573,42 @@ class LLM:
             token_ids = None  # those of a chat with images are vLLM's
         elif row.url == CHAT_URL and isinstance(self._tokenizer, Tokenizer):
             text = self._tokenizer.decode(token_ids or [], skip_special_tokens=False)
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if answer.result[0].prompt_logprobs is not None:
+            prompt_logprobs = [None, *map(self._logprobs, answer.result[0].prompt_logprobs)]
         server_answer = answer.result[0].body
-        adapter = prepared.requests.sampling_params(request).adapter
+        params = prepared.requests.sampling_params(request)
+        adapter = params.adapter
         return RequestOutput(
             request_id=row.custom_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            outputs=[self._completion_output(*item) for item in enumerate(answer.result)]
+            prompt_logprobs=prompt_logprobs,
+            outputs=[
+                self._completion_output(index, completion, not params.logprob_token_ids)
+                for index, completion in enumerate(answer.result)
+            ]
             if server_answer is None
             else [_server_output(choice) for choice in server_answer.get("choices") or ()],
             lora_request=None if adapter is None else self._lora_requests[adapter],
             num_cached_tokens=min(completion.num_cached_tokens for completion in answer.result),
         )
 
-    def _completion_output(self, index: int, completion: Completion) -> CompletionOutput:
+    def _logprobs(self, token: TokenLogprob, *, is_ranked: bool = True) -> dict[int, Logprob]:
+        """Those of a place; `is_ranked` where its alternatives are the most likely tokens."""
+        assert isinstance(self._tokenizer, Tokenizer)
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)} if is_ranked else {}
+        entries = {token.token_id: token.logprob, **dict(token.top)}
+        return {
+            token_id: Logprob(value, ranks.get(token_id), self._tokenizer.token_text(token_id))
+            for token_id, value in entries.items()
+        }
+
+    def _completion_output(self, index: int, completion: Completion, is_ranked: bool) -> CompletionOutput:
         logprobs, cumulative = None, None
         if completion.logprobs is not None:
-            assert isinstance(self._tokenizer, Tokenizer)
             cumulative = sum(token.logprob for token in completion.logprobs)
-            logprobs = []
-            for token in completion.logprobs:
-                ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
-                entries = {token.token_id: token.logprob, **dict(token.top)}
-                logprobs.append(
-                    {
-                        token_id: Logprob(value, ranks.get(token_id), self._tokenizer.token_text(token_id))
-                        for token_id, value in entries.items()
-                    }
-                )
+            logprobs = [self._logprobs(token, is_ranked=is_ranked) for token in completion.logprobs]
         return CompletionOutput(
             index,
             completion.text,
@@ -603,8 +626,10 @@ _MISSING = object()
 def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of an engine; every option is taken, refused, or said to do nothing."""
     known = {field.name for field in fields(EngineConfig)} - _ONLY_COMMAND
-    if engine == "vllm":
+    if engine in ("vllm", "sglang"):
         known -= NATIVE_ONLY
+    if engine != "vllm":
+        known -= _ONLY_VLLM
     values: dict[str, Any] = {"engine": engine}
     engine_args: dict[str, Any] = {}
     for given, value in options.items():
@@ -613,7 +638,7 @@ def _engine_config(engine: EngineName, options: Mapping[str, Any]) -> EngineConf
             if type(value) in (int, float) and value <= 0:
                 raise ConfigError(f"{given}={value} is not above 0; leave it out, or give a positive number")
             values[name] = value
-        elif engine == "vllm":
+        elif engine in ("vllm", "sglang"):
             engine_args[name] = value
         elif name in _WITHOUT_EFFECT:
             warnings.warn(f"{name} does nothing with engine={engine!r}", stacklevel=3)
@@ -656,6 +681,22 @@ def _conversations(messages: Sequence[Message] | Iterable[Sequence[Message]]) ->
     if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):
         return [messages]
     return messages  # type: ignore[return-value]
+
+
+def _with_joined_texts(conversation: Any) -> Any:
+    """A conversation whose contents are strings where they were lists of texts."""
+    if not isinstance(conversation, Sequence):
+        return conversation
+    joined: list[Any] = []
+    for message in conversation:
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(parts, list) and all(
+            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
+        ):
+            joined.append({**message, "content": "\n".join(part["text"] for part in parts)})
+        else:
+            joined.append(message)
+    return joined
 
 
 def _text_and_prompt(prompt: Any) -> tuple[str | None, str | list[int]]:

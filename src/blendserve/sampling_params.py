@@ -13,7 +13,7 @@ class SamplingParams:
 
     `max_tokens` None, or more than fits, means to the end of the context. `logprobs` None asks for none, 0 for those
     of the chosen tokens, k for the k most likely ones besides. What the engine cannot honour is refused by name when
-    it is used, never dropped: the native engine has no penalties, biases and constraints.
+    it is used, never dropped (docs/parameters.md).
     """
 
     n: int = 1
@@ -58,6 +58,8 @@ class SamplingParams:
             body["max_tokens"] = self.max_tokens
         if self.seed == -1:
             del body["seed"]
+        if self.logprob_token_ids and self.logprobs is None:
+            body["logprobs"] = True if chat else 0
         if self.logprobs is not None and chat:
             body |= {"logprobs": True, "top_logprobs": self.logprobs}
         if self.logit_bias:

@@ -51,13 +51,13 @@ class TextStream(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face model folder.
+    """The tokenizer of a Hugging Face model folder; with `trust_remote_code` its own code may read it.
 
     Raises:
         ModelError: The folder has no tokenizer, or only a slow one without a Rust backend.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         try:
             loader = _tokenizer_class(folder)
         except ImportError as error:
@@ -65,12 +65,15 @@ class Tokenizer:
                 f'tokenizing needs transformers ({error}): pip install "blendserve[native]"'
             ) from error
         try:
-            self._tokenizer = loader.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = loader.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         # transformers raises what it likes here, and tokenizers raises bare Exception.
         except Exception as error:
             raise ModelError(
                 f"cannot load a tokenizer from {str(folder)!r} ({type(error).__name__}: {error}); "
-                "the model folder needs tokenizer.json and tokenizer_config.json"
+                "the model folder needs tokenizer.json and tokenizer_config.json, "
+                "and --trust-remote-code where code in the folder is to read them"
             ) from error
         if not self._tokenizer.is_fast:
             raise ModelError(f"the tokenizer in {str(folder)!r} has no fast version; add a tokenizer.json")
@@ -82,6 +85,9 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes | None] = {}
         added: dict[int, Any] = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = frozenset(map(str, self._tokenizer.all_special_tokens)) - {""}
+        """those that the tokenizer has names for, or lists as further ones"""
+        self._takes_parts: dict[str, bool] = {}
 
         config = _read_json(folder / "config.json")
         self.vocab_size = int(config.get("vocab_size") or max(self._backend.get_vocab().values()) + 1)
@@ -97,6 +103,11 @@ class Tokenizer:
     def transformers(self) -> Any:
         """The tokenizer as transformers has it."""
         return self._tokenizer
+
+    @property
+    def definition(self) -> tuple[str, int]:
+        """The text of its tokenizer.json, with all added tokens, and one more than its highest token id."""
+        return self._backend.to_str(), max(self._backend.get_vocab().values()) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add no special tokens to a rendered chat, its template wrote them already."""
@@ -114,11 +125,14 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt that the model's chat template makes of messages; encode it without special tokens.
 
-        Where the template knows no developers, their messages are the system's, and all of that are the first message.
+        A content is a string or a list of parts of type text; the template gets parts if it takes them, else their
+        texts joined by line feeds. Where it knows no developers, their messages are the system's, and all of that are
+        the first message.
 
         Raises:
             RequestError: There is no template, or it cannot render these messages.
@@ -140,10 +154,15 @@ class Tokenizer:
                 param="messages",
             )
         try:
+            template = self._tokenizer.get_chat_template(None, tools=tools)
             prompt: str = self._tokenizer.apply_chat_template(
-                self._known_roles(messages, tools),
+                [
+                    {**message, "content": self._content(message, template)}
+                    for message in _known_roles(messages, template)
+                ],
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tokenize=False,
                 **kwargs,
             )
@@ -160,26 +179,43 @@ class Tokenizer:
             ) from error
         return prompt
 
-    def _known_roles(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> Sequence[Mapping[str, Any]]:
-        """The messages without developers that the template does not know. Source: vLLM's HfRenderer."""
-        if all(message["role"] != "developer" for message in messages):
-            return messages
-        template = self._tokenizer.get_chat_template(None, tools=tools)
-        if '"developer"' in template or "'developer'" in template:
-            return messages
-        is_system = [message["role"] in ("system", "developer") for message in messages]
-        if is_system[0] and not any(is_system[1:]):
-            return [{**messages[0], "role": "system"}, *messages[1:]]
-        texts = [message["content"] for message, is_ours in zip(messages, is_system, strict=True) if is_ours]
-        others = [message for message, is_ours in zip(messages, is_system, strict=True) if not is_ours]
-        return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
+    def _content(self, message: Mapping[str, Any], template: str) -> Any:
+        """What the template gets as the content of a message. Source: vLLM's HfRenderer."""
+        content = message["content"]
+        if message["role"] == "tool" or not self._template_takes_parts(template):
+            return _joined(content)
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}] if content else []
+        return content
+
+    def _template_takes_parts(self, template: str) -> bool:
+        """Whether a template writes the texts of a list of parts; found out by asking it to."""
+        if template not in self._takes_parts:
+            parts = [{"type": "text", "text": "PART-ONE"}, {"type": "text", "text": "PART-TWO"}]
+            try:
+                prompt = self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": parts}], chat_template=template, tokenize=False
+                )
+            except Exception:  # whatever templates and their filters raise
+                prompt = ""
+            takes = (
+                "PART-ONE" in prompt
+                and "PART-TWO" in prompt
+                and "'text'" not in prompt
+                and '"text"' not in prompt
+            )
+            self._takes_parts[template] = takes
+        return self._takes_parts[template]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens without any clean-up of spaces; unknown ids give nothing."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token, by its text; None if it is none of the vocabulary's."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """An incremental `decode` for one output."""
@@ -233,10 +269,15 @@ class ApproximateTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,  # noqa: ARG002
+        continue_final_message: bool = False,  # noqa: ARG002
         chat_template_kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
     ) -> str:
         """The messages as JSON; the model has a template of its own."""
         return json.dumps([*(tools or ()), *messages], ensure_ascii=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their bytes as text."""
+        return b"".join(token_id.to_bytes(4, "little") for token_id in token_ids).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The four bytes."""
@@ -300,6 +341,29 @@ class _WindowStream:
         del self._ids[: self._num_context]
         self._num_context = len(self._ids)
         return after[len(before) :]
+
+
+def _known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """The messages without developers that the template does not know. Source: vLLM's HfRenderer."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    if '"developer"' in template or "'developer'" in template:
+        return messages
+    is_system = [message["role"] in ("system", "developer") for message in messages]
+    if is_system[0] and not any(is_system[1:]):
+        return [{**messages[0], "role": "system"}, *messages[1:]]
+    texts = [
+        _joined(message["content"]) for message, is_ours in zip(messages, is_system, strict=True) if is_ours
+    ]
+    others = [message for message, is_ours in zip(messages, is_system, strict=True) if not is_ours]
+    return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
+
+
+def _joined(content: Any) -> Any:
+    """The text of a list of parts."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(part["text"] for part in content if part["text"])
 
 
 def _tokenizer_class(folder: Path) -> Any:

@@ -1,5 +1,11 @@
-"""vLLM for the tests of this folder: opening an engine takes up to a minute, so they share two as far as they can."""
+"""vLLM and SGLang for the tests of this folder: opening an engine takes up to a minute or more, so they share them."""
 
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +13,7 @@ from typing import Any
 import pytest
 
 from blendserve.cost_model import CostModel, HardwareSpec
+from blendserve.engines.sglang import SGLangServer, free_port
 from blendserve.tokenizer import Tokenizer
 from tests.workload import TINY
 
@@ -106,3 +113,63 @@ def tight_vllm(open_vllm: Callable[..., Any]) -> Iterator[Any]:
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_serve_url(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """VLLM's own server."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(vllm_model)]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--max-model-len", "256", "--max-num-seqs", "8", "--block-size", "32"]
+    command += ["--num-gpu-blocks-override", "65", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--enable-prompt-tokens-details"]
+    log = tmp_path_factory.mktemp("vllm-serve") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while True:
+            assert process.poll() is None, log.read_text()[-4000:]
+            try:
+                opener.open(f"http://127.0.0.1:{port}/health", timeout=10.0).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(1.0)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def sglang_url(make_tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server of the SGLang in the environment that SGLANG_PYTHON names, on a CPU without its own kernels."""
+    if not (python := os.environ.get("SGLANG_PYTHON")):
+        pytest.skip("SGLANG_PYTHON names no interpreter")
+    folder = make_tiny_model("llama", tmp_path_factory.mktemp("sglang") / "tiny", with_tokenizer=True)
+    options = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 256,
+        "dtype": "float32",
+        "skip_server_warmup": True,
+        "sleep_on_idle": True,
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }.items():
+            environment.setenv(name, value)
+        environment.delenv("PYTHONPATH", raising=False)
+        server = SGLangServer(python, folder, "tiny", options)
+    yield server.base_url
+    server.close()

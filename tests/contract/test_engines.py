@@ -18,6 +18,7 @@ from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.native.parallel import open_parallel
 from blendserve.engines.openai_server import OpenAIServer
 from blendserve.engines.process import ProcessExecutor
+from blendserve.engines.retry import Backoff
 from blendserve.engines.simulated import SimulatedExecutor
 from blendserve.errors import ConfigError
 from blendserve.planner.plan import make_plan
@@ -29,6 +30,19 @@ from tests.fake_openai import FakeOpenAI, running
 from tests.recording_lanes import RecordingLanes
 from tests.workload import TINY, request_table
 
+PASSING_FAULTS = [
+    429,
+    "half",
+    500,
+    "late-headers",
+    "cut",
+    "html",
+    503,
+    "not-json",
+    "retry-after",
+    "reset",
+    408,
+]
 OpenEngine = Callable[..., Engine]
 MakeJob = Callable[..., RequestTable]
 OVERLAPPING = CostModel(TINY, replace(COST_MODEL.hardware, partitions=(Partition(48, 1.0, 1.0),)))
@@ -60,6 +74,10 @@ def processes() -> Iterator[dict[tuple[str, int, int], Any]]:
         "process-c",
         "tp2-c",
         "openai",
+        "openai-faulty",
+        "openai-pool",
+        pytest.param("sglang", marks=pytest.mark.sglang),
+        pytest.param("vllm-serve", marks=pytest.mark.vllm),
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.filterwarnings("default")]),
     ]
 )
@@ -77,15 +95,23 @@ def open_engine(
         if request.param == "vllm":
             is_tight = num_blocks * block_size <= 128
             return request.getfixturevalue("tight_vllm" if is_tight else "roomy_vllm")
-        if request.param == "openai":
+        if forwards(request.param):
+            kind = request.param
+            if kind in ("sglang", "vllm-serve"):
+                urls = [request.getfixturevalue(kind.replace("-", "_") + "_url")]
+            else:
+                first = PASSING_FAULTS if kind == "openai-faulty" else ()
+                fakes = [FakeOpenAI(first=first) for _ in range(2 if kind == "openai-pool" else 1)]
+                urls = [servers.enter_context(running(fake)).base_url for fake in fakes]
             server = OpenAIServer(
-                servers.enter_context(running(FakeOpenAI())).base_url,
+                urls,
                 COST_MODEL,
-                api_key_env=None,
                 max_concurrency=limits.get("max_num_seqs", 8),
-                request_timeout_s=60.0,
+                request_timeout_s=600.0,
                 kv_capacity_tokens=num_blocks * block_size,
                 max_model_len=TINY.max_model_len,
+                backoff=Backoff(base_s=0.01, max_s=0.05, seed=0),
+                flushes_cache=kind == "sglang",
             )
             opened.append(server)
             return server
@@ -135,7 +161,7 @@ def open_engine(
 @pytest.fixture
 def batching(request: pytest.FixtureRequest) -> None:
     """For what is promised only where our own scheduler batches."""
-    if request.node.callspec.params["open_engine"] in ("openai", "vllm"):
+    if (kind := request.node.callspec.params["open_engine"]) == "vllm" or forwards(kind):
         pytest.skip("it is the server or vLLM that shares prefixes and refuses what can never fit")
 
 
@@ -148,9 +174,13 @@ def a_job(request: pytest.FixtureRequest) -> MakeJob:
         prefixes = [rng.integers(3, 500, size).tolist() for size in (5, 24, 40)]
         prompts = [prefixes[i % 3] + rng.integers(3, 500, 1 + i % 7).tolist() for i in range(num_requests)]
         requests = request_table(prompts, max_tokens=[1 + (7 * i) % 30 for i in range(num_requests)])
-        if request.node.callspec.params["open_engine"] == "openai":  # it forwards them as they are written
+        if forwards(request.node.callspec.params["open_engine"]):  # as they are written
+            whole = {"model": "tiny", "temperature": 0.0, "ignore_eos": True}
             requests.raw = [
-                RawRequest("/v1/completions", orjson.dumps({"prompt": prompt, "max_tokens": int(max_tokens)}))
+                RawRequest(
+                    "/v1/completions",
+                    orjson.dumps({**whole, "prompt": prompt, "max_tokens": int(max_tokens)}),
+                )
                 for prompt, max_tokens in zip(prompts, requests.max_tokens, strict=True)
             ]
         return requests
@@ -168,11 +198,28 @@ def run(engine: Engine, requests: RequestTable, policy: str = "dual-scan") -> di
     return results
 
 
-def without_cached_tokens(results: dict[int, Result]) -> dict[int, Result]:
+def without_cached_tokens(results: dict[int, Result]) -> dict[int, Any]:
+    """Of an answer what the request decides; a server numbers its answers, and its length estimates learn."""
     return {
-        request: replace(result, num_cached_tokens=0) if isinstance(result, Completion) else result
+        request: replace(
+            result,
+            num_cached_tokens=0,
+            output_tokens_est=0,
+            body=None if result.body is None else {"texts": texts(result)},
+        )
+        if isinstance(result, Completion)
+        else result
         for request, result in results.items()
     }
+
+
+def texts(result: Completion) -> list[str]:
+    """That a server answered with."""
+    return [] if result.body is None else [choice["text"] for choice in result.body["choices"]]
+
+
+def forwards(kind: str) -> bool:
+    return kind.startswith("openai") or kind in ("sglang", "vllm-serve")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -230,13 +277,13 @@ def test_outputs_do_not_depend_on_pool_chunk_or_policy(open_engine: OpenEngine, 
         other = tight[request]
         assert isinstance(result, Completion)
         assert isinstance(other, Completion)
-        assert (result.token_ids, result.body) == (other.token_ids, other.body)
+        assert (result.token_ids, texts(result)) == (other.token_ids, texts(other))
 
 
 def test_an_engine_runs_several_jobs(open_engine: OpenEngine, a_job: MakeJob) -> None:
     engine = open_engine()
     first, second = run(engine, a_job(6)), run(engine, a_job(6))
-    if engine.name == "vllm":  # it keeps its prefix cache
+    if engine.name in ("vllm", "openai"):  # it keeps its prefix cache
         first, second = without_cached_tokens(first), without_cached_tokens(second)
     assert first == second
 

@@ -16,11 +16,13 @@ import orjson
 import pytest
 
 from blendserve.engines import Engine, EngineConfig
+from blendserve.engines.batching import BatchingEngine
 from blendserve.engines.supervised import SupervisedEngine
 from blendserve.errors import ConfigError
 from blendserve.planner.plan import make_plan
 from blendserve.request import Completion, Failure, RequestTable, Result, SamplingParams
 from blendserve.scheduling.policies import make_policy
+from blendserve.scheduling.scheduler import SchedulerConfig
 from blendserve.tokenizer import Tokenizer
 from tests.contract.conftest import COST_MODEL
 from tests.workload import request_table
@@ -143,6 +145,36 @@ def test_what_only_vllm_can_do_is_done(engine: Any, vllm_tokenizer: Tokenizer) -
     assert biased.token_ids == [4321] * 6
     assert isinstance(regex, Completion)
     assert regex.text.isdecimal()
+
+
+RULES: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.5},
+    {"repetition_penalty": 0.7, "presence_penalty": 1.5},
+    {"frequency_penalty": 1.8},
+    {"presence_penalty": -1.0, "frequency_penalty": -0.5},
+    {"logit_bias": {"4321": 4.0, "777": 3.5}, "frequency_penalty": 0.9},
+    {"allowed_token_ids": [*range(1000, 1100)], "repetition_penalty": 1.3},
+    {"allowed_token_ids": [*range(260, 330)], "bad_words": ["e", "the", "ing"]},
+]
+
+
+def test_vllm_and_the_native_engine_give_the_same_tokens(
+    engine: Any, vllm_model: Path, vllm_tokenizer: Tokenizer
+) -> None:
+    """Under penalties, biases, allowed tokens and bad words."""
+    from blendserve.engines.native.executor import TorchExecutor
+
+    params = [extra(**rules) for rules in RULES]
+    requests = with_params(request_table(prompts(len(params)), max_tokens=24), *params)
+    executor = TorchExecutor(vllm_model, vllm_tokenizer, cost_model=COST_MODEL, num_blocks=64)
+    ours, theirs = (run(some, requests) for some in (BatchingEngine(executor, SchedulerConfig()), engine))
+    for request in range(len(params)):
+        mine, other = ours[request], theirs[request]
+        assert isinstance(mine, Completion), mine
+        assert isinstance(other, Completion), other
+        assert mine.token_ids == other.token_ids, params[request]
+    assert len({tuple(result.token_ids) for result in ours.values() if isinstance(result, Completion)}) == 8
 
 
 def test_logprobs_and_stop_strings(engine: Any) -> None:

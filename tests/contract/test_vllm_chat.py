@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from blendserve.engines import EngineConfig
+from blendserve.engines import EXTRA_PARAMETERS, EngineConfig
 from blendserve.errors import ConfigError
 from blendserve.jobs.job import GatheredResults
 from blendserve.jobs.openai_format import Row, row_of_body
@@ -59,8 +59,10 @@ def prepared(tokenizer: Tokenizer, *bodies: dict[str, Any], **options: Any) -> P
             CHAT_URL,
             line=number,
             custom_id=f"r{number}",
-            extra_parameters=True,
-            reads_tool_calls=True,
+            extra_parameters=EXTRA_PARAMETERS["vllm"],
+            chat_features=EngineConfig(
+                engine="vllm", enable_auto_tool_choice=True, tool_call_parser="hermes"
+            ).chat_features,
         )
         assert isinstance(row, Row)
         rows.append(row)
@@ -101,6 +103,11 @@ CONVERSATIONS: list[dict[str, Any]] = [
     {"reasoning_effort": "none"},
     {"chat_template_kwargs": {"enable_thinking": False}},
     {"add_generation_prompt": False},
+    {
+        "messages": [*HELLO, {"role": "assistant", "content": "Well, I"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
     {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO]},
     {
         "messages": [

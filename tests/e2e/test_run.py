@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
+
+from blendserve.models import ModelFiles
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -263,6 +266,7 @@ def test_interrupting_exits_with_130_and_keeps_what_is_done(
         (("run", "in.jsonl", "-o", "-", "--ordered"), "give -o a file"),
         (("run", "in.jsonl", "-o", "nowhere://bucket/out.jsonl"), "s3://bucket/file"),
         (("run", "in.jsonl", "-o", "nowhere/out.jsonl"), "nowhere"),
+        (("run", "in.jsonl", "-o", "out.jsonl", "--quantization", "fp8"), "add --engine vllm"),
     ],
 )
 def test_a_job_that_cannot_run_says_why_in_one_line(
@@ -305,6 +309,45 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     assert done.returncode == 2, done.stderr
     assert "GPT2LMHeadModel" in done.stderr
     assert "LlamaForCausalLM" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
+        ("gemma3", {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+def test_a_gguf_file_runs_as_the_folder_that_it_was_made_of(
+    make_tiny_model: Any, tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.unit.test_gguf_files import write_gguf
+
+    folder = make_tiny_model(kind, tmp_path / "folder", max_position_embeddings=64, **changes)
+    write_gguf(folder, tmp_path / "model.gguf")
+    requests = write(tmp_path / "in.jsonl", [completion(f"r{i}", "he said " * (i + 1)) for i in range(4)])
+    environment = {**os.environ, "BLENDSERVE_CACHE": str(tmp_path / "cache")}
+    run = [sys.executable, "-m", "blendserve.cli", "run", str(requests), "--dtype", "float32", "-o"]
+    texts = []
+    for model, output in (("model.gguf", "gguf.jsonl"), ("folder", "folder.jsonl")):
+        done = subprocess.run(
+            [*run, str(tmp_path / output), "--model", str(tmp_path / model)],
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr
+        results = read(tmp_path / output)
+        texts.append({name: body(line)["choices"][0]["text"] for name, line in results.items()})
+        if model == "model.gguf":  # the folder has weights alone
+            [converted] = (tmp_path / "cache" / "models").iterdir()
+            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+                shutil.copy(converted / name, folder / name)
+    assert len(texts[0]) == 4
+    assert texts[0] == texts[1]
 
 
 def test_a_file_without_a_single_good_line(cli: Cli, tmp_path: Path) -> None:
@@ -396,3 +439,51 @@ def test_the_bundled_model_answers(bundled_model: Any, tmp_path: Path) -> None:
     assert answer["model"] == "smollm2-135m-instruct"
     assert "Paris" in answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_structured_outputs_of_the_bundled_model(bundled_model: ModelFiles, tmp_path: Path) -> None:
+    """A line with a schema that cannot be is an error of its own, named by its number; the others run."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "maximum": 150},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    bad = {"type": "json_schema", "json_schema": {"name": "person", "schema": {"type": "persons"}}}
+    question = "Who are you? Answer with your name and age."
+    requests = write(
+        tmp_path / "in.jsonl",
+        [
+            chat("person", question, response_format=form, max_tokens=80),
+            chat("bad", question, response_format=bad),
+            chat("choice", "Is the sky blue?", structured_outputs={"choice": ["yes", "no"]}),
+            completion("free", "Once upon a time", prompt_logprobs=0, echo=True, presence_penalty=0.5),
+        ],
+    )
+    output = tmp_path / "out.jsonl"
+    assert bundled_model.folder is not None
+    done = subprocess.run(
+        command(bundled_model.folder, "run", requests, "-o", output),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    results = read(output)
+    assert results.keys() == {"person", "choice", "free"}
+    person = json.loads(body(results["person"])["choices"][0]["message"]["content"])
+    assert person.keys() == {"name", "age"}
+    assert isinstance(person["age"], int)
+    assert body(results["choice"])["choices"][0]["message"]["content"] in {"yes", "no"}
+    told = body(results["free"])["choices"][0]
+    assert told["text"].startswith("Once upon a time")
+    assert len(told["prompt_logprobs"]) == body(results["free"])["usage"]["prompt_tokens"]
+    (error,) = read(tmp_path / "out.errors.jsonl").values()
+    assert error["custom_id"] == "bad"
+    assert body(error)["error"]["line"] == 2
+    assert "JSON schema" in body(error)["error"]["message"]

@@ -101,13 +101,13 @@ def open_rank(
     )
     follow, num_steps = executor.follow, 0
 
-    def faulty(batch: Batch) -> None:
+    def faulty(batch: Batch, scored: Any) -> None:
         nonlocal num_steps
         num_steps += 1
         time.sleep(step_s)
         if num_steps == fails_at_step:
             raise RuntimeError("bad kernel")
-        follow(batch)
+        follow(batch, scored)
 
     executor.follow = faulty
     return executor

@@ -23,7 +23,7 @@ KILLED_AT = ("write", "fsync", "replace", "ftruncate")
 _tokenizers: dict[Path, tokenizer.Tokenizer] = {}
 
 
-def tokenizer_of(folder: Path) -> tokenizer.Tokenizer:
+def tokenizer_of(folder: Path, **_options: Any) -> tokenizer.Tokenizer:
     """Loaded once, by the first command: the one that warms up."""
     if folder not in _tokenizers:
         _tokenizers[folder] = tokenizer.Tokenizer(folder)

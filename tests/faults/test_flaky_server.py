@@ -223,6 +223,66 @@ def test_options_that_do_not_fit_are_refused(start: Start, tmp_path: Path) -> No
         assert message in shown.replace("\n", " ")
 
 
+def test_a_pool_of_which_one_server_dies(start: Start, tmp_path: Path) -> None:
+    lines = [chat(f"r{index}", f"Prompt {index // 8}. " * 30 + f"{index}") for index in range(80)]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with running(FakeOpenAI(latency_s=0.2)) as other:
+        with running(FakeOpenAI(latency_s=0.2)) as dying:
+            urls = ("--base-url", dying.base_url, "--base-url", other.base_url)
+            log = tmp_path / "log.jsonl"
+            process = start(
+                *("run", source, "-o", output, "--engine", "openai", *urls),
+                *("--max-concurrency", "2", "--log-file", log),
+            )
+            wait_for(lambda: len(dying.requests) >= 4)
+        code, shown = finish(process)
+    assert code == 0, shown
+    assert set(read(output)) == {f"r{index}" for index in range(80)}
+    assert 80 <= len(dying.requests) + len(other.requests) <= 82
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    ends = [event["fields"] for event in events if event["event"] == "server_ended"]
+    ended = {fields["base_url"]: fields["num_requests"] for fields in ends}
+    assert set(ended) == {dying.base_url, other.base_url}
+    assert sum(ended.values()) == 80
+
+
+def test_the_key_is_in_nothing_that_is_written(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a server repeats it."""
+    key = "sk-not-for-your-eyes"
+    monkeypatch.setenv("SOME_KEY", key)
+    monkeypatch.setenv("WRONG_KEY", key + "-wrong")
+    lines = [chat(f"r{index}") for index in range(6)]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    faults: dict[str, list[int | str]] = {
+        "r1": [400],
+        "r2": ["echo-key"],
+        "r3": ["reset", "half"],
+        "r4": [429, 500],
+    }
+    with running(FakeOpenAI(faults, key=key)) as server:
+        common = ("run", source, "--engine", "openai", "--base-url", server.base_url)
+        log = ("--log-file", tmp_path / "log.jsonl", "--log-level", "debug")
+        code, shown = finish(start(*common, "-o", output, "--api-key-env", "SOME_KEY", *log))
+        assert code == 1, shown
+        refused, shown_too = finish(
+            start(*common, "-o", tmp_path / "other.jsonl", "--api-key-env", "WRONG_KEY", *log)
+        )
+        assert refused == 2
+    url = server.base_url.replace("http://", f"http://user:{key}@")
+    code, shown_last = finish(
+        start("run", source, "-o", output, "--engine", "openai", "--base-url", url, *log)
+    )
+    assert code == 2
+    assert key not in shown + shown_too + shown_last
+    assert {"r1", "r2"} == set(read(tmp_path / "out.errors.jsonl"))
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) >= 5  # results, errors, signature, report, log
+    for path in written:
+        assert key.encode() not in path.read_bytes(), path.name
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 300
     while not condition():

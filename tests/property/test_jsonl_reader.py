@@ -111,7 +111,7 @@ files = (st.binary(max_size=300) | st.lists(lines, max_size=8).map(b"\n".join)).
 class ByteTokenizer:
     vocab_size = 256
 
-    def render_chat(self, messages, *, tools=None, add_generation_prompt=True, chat_template_kwargs=None):
+    def render_chat(self, messages, *, add_generation_prompt=True, chat_template_kwargs=None, **_options):
         return "".join(message["content"] for message in messages)
 
     def encode_batch(self, texts, *, add_special_tokens):

@@ -22,7 +22,7 @@ SOURCE = Path(blendserve.__file__).parent
 
 LAYERS = [
     {"errors", "tokens", "request"},
-    {"models", "cost_model", "tokenizer"},
+    {"gguf_files", "models", "cost_model", "tokenizer"},
     {"planner"},
     {"scheduling"},
     {"engines", "workloads"},
@@ -36,15 +36,17 @@ LAYERS = [
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 
 ONLY_IN = {
-    "torch": ("engines/native/", "models.py"),
+    "gguf": ("gguf_files.py",),
+    "torch": ("engines/native/", "gguf_files.py"),
     "triton": ("engines/native/triton_",),
     "cuda": ("engines/native/device.py",),
-    "safetensors": ("engines/native/",),
-    "transformers": ("tokenizer.py", "models.py"),
+    "safetensors": ("engines/native/", "gguf_files.py"),
+    "transformers": ("tokenizer.py", "models.py", "gguf_files.py"),
     "huggingface_hub": ("models.py",),
     "tokenizers": ("tokenizer.py",),
-    "httpx2": ("engines/openai_server.py",),
+    "httpx2": ("engines/openai_api.py",),
     "tqdm": ("llm.py",),
+    "llguidance": ("engines/native/grammar.py",),
     "vllm": ("engines/vllm.py", "engines/vllm_chat.py"),
     "psutil": ("engines/vllm.py",),
     "yaml": ("cli/options.py",),
@@ -125,6 +127,7 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
         "fastapi",
         "plotly",
         "prometheus_client",
+        "llguidance",
     )
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -162,5 +165,12 @@ def test_plan_takes_the_flags_of_run_that_change_the_plan() -> None:
         "max_time",
         "finalize",
     }
-    server = {"base_url", "api_key_env", "max_concurrency", "request_timeout", "kv_cache_tokens"}
+    server = {
+        "base_url",
+        "api_key_env",
+        "max_concurrency",
+        "request_timeout",
+        "kv_cache_tokens",
+        "sglang_python",
+    }
     assert options_of("run") - only_run - server <= options_of("plan")

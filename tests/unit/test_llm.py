@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -243,13 +243,16 @@ def test_a_bad_prompt_is_named_and_nothing_runs(llm: LLM, monkeypatch: pytest.Mo
         ("a", SamplingParams(top_p=0.0), "top_p"),
         ("a", SamplingParams(n=0), "'n'"),
         ("a", SamplingParams(max_tokens=0), "max_tokens"),
-        ("a", SamplingParams(presence_penalty=0.5), "presence_penalty"),
-        ("a", SamplingParams(repetition_penalty=1.1), "repetition_penalty"),
-        ("a", SamplingParams(prompt_logprobs=1), "prompt_logprobs"),
-        ("a", SamplingParams(logit_bias={5: 1.0}), "logit_bias"),
-        ("a", SamplingParams(structured_outputs={"choice": ["a"]}), "structured_outputs"),
+        ("a", SamplingParams(presence_penalty=2.5), "presence_penalty"),
+        ("a", SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
+        ("a", SamplingParams(prompt_logprobs=-1), "prompt_logprobs"),
+        ("a", SamplingParams(logit_bias={10**6: 1.0}), "vocabulary"),
+        ("a", SamplingParams(allowed_token_ids=[]), "allowed_token_ids"),
+        ("a", SamplingParams(structured_outputs={"regex": "(a"}), "regular expression"),
+        ("a", SamplingParams(structured_outputs={"json": {"type": "x"}}), "JSON schema"),
         ("a", SamplingParams(extra_args={"a": 1}), "vllm_xargs"),
-        ("a", SamplingParams(bad_words=["b"]), "bad_words"),
+        ("a", SamplingParams(bad_words=[""]), "bad_words"),
+        ("a", SamplingParams(thinking_token_budget=5), "thinking_token_budget"),
     ],
 )
 def test_bad_prompts_and_parameters(llm: LLM, prompt: Any, params: SamplingParams, reason: str) -> None:
@@ -262,6 +265,54 @@ def test_bad_prompts_and_parameters(llm: LLM, prompt: Any, params: SamplingParam
     assert failed.error is not None
     assert reason in failed.error.message
     assert list(failed.outputs) == []
+
+
+def test_what_outputs_must_look_like(llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=20, structured_outputs={"choice": ["yes", "no"]}),
+        SamplingParams(max_tokens=20, structured_outputs=Constraint(regex="[0-9]{4}")),
+        SamplingParams(max_tokens=4, allowed_token_ids=[50]),
+        SamplingParams(max_tokens=4, logit_bias={60: 100.0}),
+    ]
+    answers = llm.generate(["a"] * 4, params, use_tqdm=False)
+    choice, number, allowed, biased = (answer.outputs[0] for answer in answers)
+    assert choice.text in {"yes", "no"}
+    assert choice.finish_reason == "stop"
+    assert len(number.text) == 4
+    assert number.text.isdecimal()
+    assert allowed.token_ids == [50] * 4
+    assert biased.token_ids == [60] * 4
+
+
+@dataclass
+class Constraint:
+    """Has the fields of vLLM's StructuredOutputsParams that matter here."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+
+
+def test_log_probabilities_of_prompts_and_of_named_tokens(llm: LLM) -> None:
+    prompt = [5, 6, 7, 8]
+    asked = SamplingParams(
+        n=2, max_tokens=2, prompt_logprobs=1, logprob_token_ids=[50, 51, 52], temperature=1.0
+    )
+    [output] = llm.generate([prompt], asked, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == 4
+    for token_id, place in zip(prompt[1:], output.prompt_logprobs[1:], strict=True):
+        assert place is not None
+        assert token_id in place
+        assert len(place) in {1, 2}
+        assert max(place.values(), key=lambda entry: entry.logprob).rank == 1
+    for completion in output.outputs:
+        assert completion.logprobs is not None
+        for token_id, place in zip(completion.token_ids, completion.logprobs, strict=True):
+            assert place.keys() == {token_id, 50, 51, 52}
+            assert all(entry.rank is None for entry in place.values())
+    [plain] = llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert plain.prompt_logprobs is None
 
 
 def test_arguments_that_cannot_be_honoured(llm: LLM) -> None:

@@ -77,6 +77,22 @@ class TestModelSpec:
         spec = ModelSpec.from_config(config, name="m")
         assert (spec.num_kv_heads, spec.head_dim) == (32, 128)
 
+    def test_what_a_config_leaves_out_is_what_transformers_has(self) -> None:
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 128,
+            "max_position_embeddings": 512,
+        }
+        for model_type in ("smollm3", "gemma2", "gemma3_text"):
+            config = sizes | {"model_type": model_type}
+            tied = ModelSpec.from_config(config, name="m").params
+            untied = ModelSpec.from_config(config | {"tie_word_embeddings": False}, name="m").params
+            assert untied - tied == 128 * 64
+
     @pytest.mark.parametrize("value", [None, 0, -1, "32", True, 1.5])
     def test_an_unusable_size_is_named(self, value: object) -> None:
         with pytest.raises(ModelError, match="num_hidden_layers"):
@@ -90,6 +106,10 @@ class TestModelSpec:
             ("MistralConfig", {"head_dim": 32}),
             ("Qwen2Config", {}),
             ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+            ("SmolLM3Config", {"pad_token_id": 0}),
+            ("SmolLM3Config", {"pad_token_id": 0, "tie_word_embeddings": False, "attention_bias": True}),
+            ("Gemma2Config", {"head_dim": 32}),
+            ("Gemma3TextConfig", {"head_dim": 32, "attention_bias": True}),
             ("MixtralConfig", {"num_local_experts": 4}),
             ("Qwen2MoeConfig", {"num_experts": 4, "decoder_sparse_step": 2}),
             ("Qwen3MoeConfig", {"num_experts": 4, "mlp_only_layers": [1]}),
@@ -188,7 +208,9 @@ class TestHub:
             raise error
 
         monkeypatch.setattr(hub, "snapshot_download", fail)
-        with pytest.raises(ModelError, match=r"org/model.*config\.json.*\.gguf") as caught:
+        with pytest.raises(
+            ModelError, match=r"org/model.*--model \./model: .*config\.json.*\.gguf"
+        ) as caught:
             resolve_model("org/model")
         assert "\n" not in str(caught.value)
 

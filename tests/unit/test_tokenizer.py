@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,35 @@ class TestChat:
             bundled_model, tmp_path, "{{ messages[0].role }}{# messages[0].role == 'developer' #}"
         )
         assert knowing.render_chat([developer, *QUESTION]) == "developer"
+
+    def test_templates_that_take_parts_get_them(self, bundled_model: ModelFiles, tmp_path: Path) -> None:
+        texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        messages = [{"role": "user", "content": texts}, {"role": "tool", "content": texts}, *QUESTION]
+        plain = with_template(
+            bundled_model,
+            tmp_path / "plain",
+            "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
+        )
+        assert plain.render_chat(messages) == f"user:one\ntwo;tool:one\ntwo;user:{QUESTION[0]['content']};"
+        parts = with_template(
+            bundled_model,
+            tmp_path / "parts",
+            "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}",
+        )
+        assert (
+            parts.render_chat(messages) == f"user:[one][two];tool:one\ntwo;user:[{QUESTION[0]['content']}];"
+        )
+
+    def test_developers_may_write_in_parts(self, byte_level: Tokenizer) -> None:
+        texts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+        both = byte_level.render_chat([{"role": "developer", "content": texts}, *QUESTION])
+        assert both == byte_level.render_chat([{"role": "system", "content": "Be\nbrief."}, *QUESTION])
+
+    def test_the_final_message_can_be_continued(self, byte_level: Tokenizer) -> None:
+        messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
+        prompt = byte_level.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+        assert prompt.endswith("<|im_start|>assistant\nIt is")
 
     @pytest.mark.parametrize(
         "messages",
@@ -276,6 +306,34 @@ class TestLoading:
         with pytest.raises(ModelError, match=r"tokenizer\.json"):
             Tokenizer(tmp_path)
 
+    def test_code_in_the_folder_runs_only_where_that_is_asked_for(
+        self, bundled_model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers import dynamic_module_utils
+
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        folder, marker = tmp_path / "model", tmp_path / "ran"
+        folder.mkdir()
+        copy_tokenizer(bundled_model, folder)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config |= {
+            "tokenizer_class": "OwnTokenizer",
+            "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]},
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "own.py").write_text(
+            "from pathlib import Path\n"
+            "from transformers import PreTrainedTokenizerFast\n"
+            f"Path({str(marker)!r}).touch()\n"
+            "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"
+        )
+        with pytest.raises(ModelError, match="--trust-remote-code"):
+            Tokenizer(folder)
+        assert not marker.exists()
+        Tokenizer(folder, trust_remote_code=True)
+        assert marker.exists()
+
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:
     stream = tokenizer.stream(skip_special_tokens)
@@ -287,6 +345,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def copy_tokenizer(model: ModelFiles, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model.folder / name, folder)
 

@@ -12,7 +12,6 @@ import typer
 
 from blendserve.cli.progress import PROGRESS_HELP, ProgressMode
 from blendserve.engines import (
-    DEFAULT_MAX_CONCURRENCY,
     DEFAULT_REQUEST_TIMEOUT_S,
     AttentionBackend,
     Device,
@@ -38,8 +37,9 @@ TELEMETRY_DEFAULTS = TelemetryConfig()
 
 
 MODEL_PANEL, ENGINE_PANEL, PLANNER_PANEL = "Model and input", "Engine", "Planning"
-SERVER_PANEL = "Server (--engine openai)"
-VLLM_PANEL = "vLLM (--engine vllm)"
+SERVER_PANEL = "Servers (--engine openai, sglang)"
+VLLM_PANEL = "vLLM and SGLang (--engine vllm, sglang)"
+CHAT_PANEL = "Answers in chats (--engine native, vllm)"
 TELEMETRY_PANEL = "Progress and reports"
 
 Inputs = Annotated[
@@ -105,8 +105,8 @@ OutputTokensField = Annotated[
 Engine = Annotated[
     EngineName,
     typer.Option(
-        help="native runs the model here; vllm lets vLLM do it; openai sends the lines to a server (--base-url); "
-        "simulated runs the schedule on a modelled device.",
+        help="native runs the model here; vllm and sglang let those do it; openai sends the lines to a server "
+        "(--base-url); simulated runs the schedule on a modelled device.",
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
@@ -138,6 +138,25 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         help="Weights and KV cache; auto: bfloat16 on a GPU and where the CPU has it, else float32.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        metavar="METHOD",
+        help="How the weights are quantized, by vLLM's name, with --engine vllm. The native engine dequantizes .gguf "
+        "files untold and runs no other quantized weights.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that the model's folder brings: for its tokenizer, and with --engine vllm for the model. The "
+        "native engine runs no model's code.",
         rich_help_panel=ENGINE_PANEL,
     ),
 ]
@@ -204,10 +223,11 @@ NumThreads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads. Default: all cores.", rich_help_panel=ENGINE_PANEL)
 ]
 BaseUrl = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         metavar="URL",
-        help="Of a server that speaks OpenAI's API, e.g. http://localhost:8000/v1.",
+        help="Of a server that speaks OpenAI's API, e.g. http://localhost:8000/v1; again for another that runs the "
+        "same model. Lines with a common prefix stay on one server.",
         rich_help_panel=SERVER_PANEL,
     ),
 ]
@@ -223,7 +243,8 @@ MaxConcurrency = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help=f"Most requests at the server at a time. Default: {DEFAULT_MAX_CONCURRENCY}.",
+        help="Most requests at a server at a time; less after a 429. Default: what it says it runs, and half as many "
+        "more, else 128.",
         rich_help_panel=SERVER_PANEL,
     ),
 ]
@@ -241,8 +262,17 @@ KvCacheTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Tokens of KV cache that the server has; a little more is sent at a time. "
-        "Default: from --hardware and the model.",
+        help="Tokens of KV cache that a server has; a little more is sent at a time. "
+        "Default: what it says, else from --hardware and the model.",
+        rich_help_panel=SERVER_PANEL,
+    ),
+]
+SGLangPython = Annotated[
+    str | None,
+    typer.Option(
+        "--sglang-python",
+        metavar="PYTHON",
+        help="Interpreter of an environment that has SGLang, whose server is then started here. Default: this one.",
         rich_help_panel=SERVER_PANEL,
     ),
 ]
@@ -257,8 +287,8 @@ EngineArg = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="Further argument of vLLM's engine, e.g. quantization=fp8; again for another. The value is read "
-        "as JSON or YAML.",
+        help="Further argument of vLLM's engine or SGLang's server, e.g. quantization=fp8; again for another. The "
+        "value is read as JSON or YAML.",
         rich_help_panel=VLLM_PANEL,
     ),
 ]
@@ -272,8 +302,9 @@ ToolCallParser = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What reads tool calls out of answers, by vLLM's name, e.g. hermes; with --enable-auto-tool-choice.",
-        rich_help_panel=VLLM_PANEL,
+        help="What reads tool calls out of answers, by vLLM's name: hermes, llama3_json, mistral; with "
+        "vLLM all of its. With --enable-auto-tool-choice.",
+        rich_help_panel=CHAT_PANEL,
     ),
 ]
 EnableAutoToolChoice = Annotated[
@@ -281,15 +312,15 @@ EnableAutoToolChoice = Annotated[
     typer.Option(
         "--enable-auto-tool-choice",
         help="Let lines with tools have them called; needs --tool-call-parser.",
-        rich_help_panel=VLLM_PANEL,
+        rich_help_panel=CHAT_PANEL,
     ),
 ]
 ReasoningParser = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What tells reasoning from the answer, by vLLM's name, e.g. qwen3.",
-        rich_help_panel=VLLM_PANEL,
+        help="What tells reasoning from the answer, by vLLM's name: deepseek_r1, qwen3; with vLLM all of its.",
+        rich_help_panel=CHAT_PANEL,
     ),
 ]
 LoraModules = Annotated[
@@ -471,6 +502,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         device=options["device"],
         load_format=options["load_format"],
         dtype=options["dtype"],
+        quantization=options["quantization"],
+        trust_remote_code=options["trust_remote_code"],
         tensor_parallel_size=options["tensor_parallel_size"],
         max_model_len=options["max_model_len"],
         block_size=options["block_size"],
@@ -481,11 +514,12 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         attention_backend=options.get("attention_backend", ENGINE_DEFAULTS.attention_backend),
         overlap=options.get("overlap", ENGINE_DEFAULTS.overlap),
         num_threads=options.get("num_threads"),
-        base_url=options.get("base_url"),
+        base_url=tuple(options.get("base_url") or ()) or None,
         api_key_env=options.get("api_key_env"),
         max_concurrency=options.get("max_concurrency"),
         request_timeout=options.get("request_timeout"),
         kv_cache_tokens=options.get("kv_cache_tokens"),
+        sglang_python=options.get("sglang_python"),
         engine_process=options.get("engine_process", ENGINE_DEFAULTS.engine_process),
         engine_args=parse_engine_args(options.get("engine_args"), options.get("engine_arg") or ()),
         tool_call_parser=options["tool_call_parser"],

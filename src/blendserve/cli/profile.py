@@ -10,25 +10,33 @@ import typer
 from blendserve.cli.console import console, print_json, print_table, reported_errors
 from blendserve.cli.options import (
     ENGINE_DEFAULTS,
+    ApiKeyEnv,
     AsJson,
     Attention,
+    BaseUrl,
     BlockSize,
     DeviceOption,
     DtypeOption,
     Engine,
+    EngineArg,
     KvCacheMemory,
+    KvCacheTokens,
     LoadFormatOption,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Model,
     NumThreads,
+    ServedModelName,
+    SGLangPython,
     parse_bytes,
+    parse_engine_args,
 )
 from blendserve.engines import EngineConfig
 from blendserve.engines.profile import Fit, StepSample, profile_engine
+from blendserve.errors import ConfigError
 from blendserve.jobs.deadline import parse_duration
-from blendserve.models import resolve_model
+from blendserve.models import remote_model, resolve_model
 from blendserve.report import Table
 
 DEFAULT_MAX_TIME = {"cpu": "2m", "cuda": "8m"}
@@ -39,6 +47,7 @@ def profile_command(
         Path, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
     ],
     model: Model = None,
+    served_model_name: ServedModelName = None,
     engine: Engine = ENGINE_DEFAULTS.engine,
     device: DeviceOption = ENGINE_DEFAULTS.device,
     load_format: LoadFormatOption = ENGINE_DEFAULTS.load_format,
@@ -50,6 +59,11 @@ def profile_command(
     max_num_batched_tokens: MaxNumBatchedTokens = None,
     attention_backend: Attention = ENGINE_DEFAULTS.attention_backend,
     num_threads: NumThreads = None,
+    base_url: BaseUrl = None,
+    api_key_env: ApiKeyEnv = None,
+    kv_cache_tokens: KvCacheTokens = None,
+    sglang_python: SGLangPython = None,
+    engine_arg: EngineArg = None,
     max_time: Annotated[
         str | None,
         typer.Option(
@@ -62,8 +76,9 @@ def profile_command(
 ) -> None:
     """Measure what steps cost here and write a profile for --hardware of 'run', 'plan' and 'simulate'.
 
-    Steps of many sizes run with noise for prompts; a profile is fitted to their times. On a GPU weights are random, and
-    matrix products are measured beside decode attention, too.
+    Steps of many sizes run with noise for prompts; a profile is fitted to their times. On a GPU the native engine's
+    weights are random, and matrix products are measured beside decode attention, too. Engines that schedule for
+    themselves are given small jobs instead, and a server must have nothing else to do meanwhile.
     """
     with reported_errors():
         config = EngineConfig(
@@ -78,9 +93,22 @@ def profile_command(
             max_num_batched_tokens=max_num_batched_tokens,
             attention_backend=attention_backend,
             num_threads=num_threads,
+            base_url=tuple(base_url or ()) or None,
+            api_key_env=api_key_env,
+            kv_cache_tokens=kv_cache_tokens,
+            sglang_python=sglang_python,
+            engine_args=parse_engine_args(None, engine_arg or ()),
         )
-        with_weights = load_format != "dummy" and not config.on_cuda
-        files = resolve_model(model, with_weights=with_weights, on_progress=console.print)
+        config.check()
+        if config.is_remote:
+            files = remote_model(model, served_model_name=served_model_name)
+            if files.folder is None:
+                raise ConfigError(
+                    "a profile is of a model whose sizes are known; name its folder with --model"
+                )
+        else:
+            with_weights = load_format != "dummy" and not config.on_cuda
+            files = resolve_model(model, with_weights=with_weights, on_progress=console.print)
         default = DEFAULT_MAX_TIME["cuda" if config.on_cuda else "cpu"]
         fit, samples = profile_engine(
             config,

@@ -30,7 +30,6 @@ _INSTEAD = {
     "--gpu-memory-utilization": "--kv-cache-memory 4GiB says how much memory the KV cache has",
     "--pipeline-parallel-size": "--tensor-parallel-size divides a model among devices",
     "--data-parallel-size": "the native engine runs a model once",
-    "--trust-remote-code": "the native engine runs no code of the model's",
     "--enforce-eager": "the native engine compiles nothing at run time that could be left out",
     "--scheduling-policy": "--policy decides the order, and fcfs is one",
 }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from blendserve.cost_model import CostModel, HardwareSpec, tensor_parallel
+from blendserve.engines.chat import ChatFeatures, check_parsers, forces_calls
 from blendserve.errors import ConfigError
 from blendserve.models import ModelFiles, ModelSpec, check_supported
-from blendserve.request import RequestTable, StepOutput
+from blendserve.request import RequestTable, SamplingParams, StepOutput
 from blendserve.scheduling.policy import Policy
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from blendserve.planner.prefix_tree import Ints
     from blendserve.tokenizer import ApproximateTokenizer, Tokenizer
 
-EngineName = Literal["native", "vllm", "simulated", "openai"]
+EngineName = Literal["native", "vllm", "sglang", "simulated", "openai"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -32,27 +35,70 @@ DEFAULT_HARDWARE = {
     "native": "cpu-2core-avx2",
     "native-cuda": "h200-estimate",
     "simulated": "a100-80g-paper",
-    "openai": "a100-80g-paper",
 }
 NATIVE_ONLY = frozenset({"device", "load_format"})
 """settings that vLLM has by the same names, where they go to vLLM as all others do"""
 _OUTPUT_ENGINE_ARGS = frozenset(
     {
+        "chat_template",
+        "completion_template",
         "config_format",
         "generation_config",
         "hf_overrides",
+        "json_model_override_args",
         "kv_cache_dtype",
+        "lora_paths",
         "override_generation_config",
         "quantization",
         "revision",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
+        "sampling_defaults",
         "speculative_config",
         "structured_outputs_config",
     }
 )
-DEFAULT_MAX_CONCURRENCY = 128
+_LOGIT_PARAMETERS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "logit_bias",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
+_CONSTRAINTS = frozenset(
+    {
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "response_format",
+        "structured_outputs",
+    }
+)
+_CHAT_PARAMETERS = frozenset(
+    {
+        "continue_final_message",
+        "documents",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "tool_choice",
+        "tools",
+    }
+)
+_OF_BOTH = _LOGIT_PARAMETERS | _CONSTRAINTS | _CHAT_PARAMETERS
+EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
+    "native": _OF_BOTH | {"echo", "logprob_token_ids", "prompt_logprobs", "stop_in_reasoning"},
+    "vllm": _OF_BOTH | {"thinking_token_budget"},
+    "simulated": frozenset(),
+    "openai": frozenset(),
+    "sglang": frozenset(),
+}
+"""parameters of a request that not every engine can do, by engine; to servers bodies go as they are"""
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 
@@ -61,16 +107,8 @@ def has_nvidia_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _vllm_has_gpu() -> bool:
+def _machine_has_gpu() -> bool:
     return has_nvidia_gpu() or Path("/dev/kfd").exists()
-
-
-def _default_hardware(engine: EngineName, on_cuda: bool) -> str:
-    if on_cuda:
-        return DEFAULT_HARDWARE["native-cuda"]
-    if engine == "vllm":
-        return DEFAULT_HARDWARE["simulated" if _vllm_has_gpu() else "native"]
-    return DEFAULT_HARDWARE[engine]
 
 
 class Engine(Protocol):
@@ -115,6 +153,10 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """dummy: random weights on the native engine, for measurements without a checkpoint"""
     dtype: Dtype = "auto"
+    quantization: str | None = None
+    """vLLM's name of how the weights are quantized"""
+    trust_remote_code: bool = False
+    """run code that the model's folder brings: for its tokenizer, and with vLLM for the model"""
     tensor_parallel_size: int = 1
     """GPUs, or processes on a CPU, that each hold a part of every layer"""
     max_model_len: int | None = None
@@ -132,18 +174,20 @@ class EngineConfig:
     num_threads: int | None = None
     engine_process: bool = True
     """run the native engine in a process of its own, whose death the job survives"""
-    base_url: str | None = None
-    """of a server that speaks OpenAI's API, with its /v1"""
+    base_url: str | Sequence[str] | None = None
+    """of a server that speaks OpenAI's API, with its /v1, or of several that run the same model"""
     api_key_env: str | None = None
     """environment variable that holds the server's key; None: no key is sent"""
     max_concurrency: int | None = None
-    """most requests at the server at a time"""
+    """most requests at a server at a time"""
     request_timeout: float | None = None
     """seconds until an answer must be complete, or the request is sent again"""
     kv_cache_tokens: int | None = None
-    """tokens of KV cache that the server has"""
+    """tokens of KV cache that a server has"""
+    sglang_python: str | None = None
+    """interpreter that has SGLang; None: the one that runs BlendServe"""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """further arguments of vLLM's engine"""
+    """further arguments of vLLM's engine or SGLang's server"""
     tool_call_parser: str | None = None
     """vLLM's name of what reads tool calls out of answers"""
     enable_auto_tool_choice: bool = False
@@ -156,22 +200,63 @@ class EngineConfig:
     @property
     def forwards(self) -> bool:
         """Whether requests go to a server as they are written."""
-        return self.engine == "openai"
+        return self.engine in ("openai", "sglang")
 
     @property
-    def extra_parameters(self) -> bool:
-        """Whether the engine can do the parameters of `SamplingParams.extra`."""
-        return self.engine == "vllm"
+    def base_urls(self) -> tuple[str, ...]:
+        """Of all servers."""
+        if self.base_url is None:
+            return ()
+        return (self.base_url,) if isinstance(self.base_url, str) else tuple(self.base_url)
 
     @property
-    def reads_tool_calls(self) -> bool:
-        """Whether the engine reads tool calls out of answers."""
-        return self.enable_auto_tool_choice and self.tool_call_parser is not None
+    def is_remote(self) -> bool:
+        """Whether somebody else's server has the model."""
+        return self.engine == "openai" or (self.engine == "sglang" and bool(self.base_urls))
+
+    @property
+    def extra_parameters(self) -> frozenset[str]:
+        """Those of `EXTRA_PARAMETERS` that the engine can do."""
+        return EXTRA_PARAMETERS[self.engine]
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what the engine could not do with a request, as far as that is known before it is opened.
+
+        Raises:
+            RequestError: see above.
+        """
+        if self.engine == "native" and params.extra:
+            from blendserve.engines.native.grammar import check_constraint
+
+            check_constraint(params)
+
+    @property
+    def chat_features(self) -> ChatFeatures | None:
+        """What the engine can do in chats; None: text in, text out, or what a server decides."""
+        reads_tool_calls = self.enable_auto_tool_choice and self.tool_call_parser is not None
+        if self.engine == "vllm":
+            return ChatFeatures(
+                reads_tool_calls, forces_tool_calls=reads_tool_calls, holds_arguments=True, takes_media=True
+            )
+        if self.engine == "native":
+            return ChatFeatures(
+                reads_tool_calls,
+                forces_tool_calls=forces_calls(self.tool_call_parser),
+                call_format=self.tool_call_parser,
+                stops_after_reasoning=True,
+            )
+        return None
+
+    @property
+    def vllm_args(self) -> dict[str, Any]:
+        """Further arguments of vLLM's engine, those that have a flag here included."""
+        flags = {"quantization": self.quantization, "trust_remote_code": self.trust_remote_code}
+        return {**self.engine_args, **{name: value for name, value in flags.items() if value}}
 
     @property
     def output_engine_args(self) -> dict[str, Any]:
-        """Of vLLM's options, those that change what is generated or how it is read."""
-        found = {name: value for name, value in self.engine_args.items() if name in _OUTPUT_ENGINE_ARGS}
+        """Of vLLM's or SGLang's options, those that change what is generated or how it is read."""
+        found = {name: value for name, value in self.vllm_args.items() if name in _OUTPUT_ENGINE_ARGS}
         for name in ("tool_call_parser", "reasoning_parser", "lora_modules"):
             if value := getattr(self, name):
                 found[name] = value
@@ -199,54 +284,123 @@ class EngineConfig:
                         f"--{name.replace('_', '-')} {getattr(self, name)} is for --engine native and does nothing "
                         f"with --engine {self.engine}; leave it out"
                     )
-        if self.forwards:
-            if self.tensor_parallel_size > 1:
-                raise ConfigError(
-                    f"--tensor-parallel-size {self.tensor_parallel_size} does nothing with --engine openai: the server "
-                    "decides; leave it out"
-                )
-            if self.base_url is None:
-                raise ConfigError(
-                    "--engine openai needs --base-url, such as --base-url http://localhost:8000/v1"
-                )
-            self._check_no_vllm()
-            return
-        if self.on_cuda and importlib.util.find_spec("triton") is None:
+        if self.quantization is not None and self.engine != "vllm":
             raise ConfigError(
-                "--device cuda needs Triton: pip install 'blendserve[cuda]', or use --device cpu"
+                f"--quantization {self.quantization} is for --engine vllm: the native engine dequantizes .gguf files "
+                "as it loads them, and runs no other quantized weights; leave it out, or add --engine vllm"
             )
-        if self.engine == "vllm":
-            self._check_vllm()
+        if self.is_remote:
+            self._check_remote()
+            return
+        given: dict[str, object] = {"--base-url": self.base_url, "--api-key-env": self.api_key_env}
+        if self.engine == "sglang":
+            self._check_sglang()
         else:
-            self._check_no_vllm()
-        given = {
-            "--base-url": self.base_url,
-            "--api-key-env": self.api_key_env,
-            "--max-concurrency": self.max_concurrency,
-            "--request-timeout": self.request_timeout,
-            "--kv-cache-tokens": self.kv_cache_tokens,
-        }
+            if self.on_cuda and importlib.util.find_spec("triton") is None:
+                raise ConfigError(
+                    "--device cuda needs Triton: pip install 'blendserve[cuda]', or use --device cpu"
+                )
+            if self.engine == "vllm":
+                self._check_vllm()
+            else:
+                self._check_no_vllm()
+                self._check_no_engine_args()
+            if self.engine == "native":
+                self._check_tool_choice()
+                check_parsers(self.tool_call_parser, self.reasoning_parser)
+            given |= {
+                "--max-concurrency": self.max_concurrency,
+                "--request-timeout": self.request_timeout,
+                "--kv-cache-tokens": self.kv_cache_tokens,
+                "--sglang-python": self.sglang_python,
+            }
         for flag, value in given.items():
             if value is not None:
+                engine = "sglang" if flag == "--sglang-python" else "openai"
                 raise ConfigError(
-                    f"{flag} is for --engine openai and does nothing with --engine {self.engine}; "
-                    f"leave it out, or add --engine openai"
+                    f"{flag} is for --engine {engine} and does nothing with --engine {self.engine}; "
+                    f"leave it out, or add --engine {engine}"
                 )
 
+    def _check_remote(self) -> None:
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} does nothing with --engine {self.engine}: the "
+                "server decides; leave it out"
+            )
+        if not self.base_urls:
+            raise ConfigError(
+                f"--engine {self.engine} needs --base-url, such as --base-url http://localhost:8000/v1"
+            )
+        if self.sglang_python is not None:
+            raise ConfigError(
+                "--sglang-python starts a server and --base-url names one that runs; leave one of them out"
+            )
+        for url in self.base_urls:
+            try:
+                parts = urlsplit(url)
+                has_secret = parts.username is not None or bool(parts.query)
+            except ValueError:
+                continue  # what is wrong with it is said when it is used
+            if has_secret:  # it would be in logs, reports and messages
+                raise ConfigError(
+                    "--base-url carries a user name, password or query; leave them out, and put the key into the "
+                    "environment variable that --api-key-env names"
+                )
+        if len(set(self.base_urls)) < len(self.base_urls):
+            raise ConfigError("--base-url names a server twice; name each once, --max-concurrency is of each")
+        self._check_no_vllm()
+        self._check_no_engine_args()
+
+    def _check_no_engine_args(self) -> None:
+        if self.engine_args:
+            raise ConfigError(
+                f"--engine-arg {next(iter(self.engine_args))} is for --engine vllm, and for the server that --engine "
+                "sglang starts where there is no --base-url; leave it out, or add --engine vllm"
+            )
+
+    def _check_sglang(self) -> None:
+        from blendserve.engines.sglang import check_engine_args, check_python
+
+        if self.kv_cache_memory is not None:
+            raise ConfigError("--kv-cache-memory: SGLang takes tokens; use --kv-cache-tokens")
+        if self.attention_backend != "auto":
+            raise ConfigError(
+                f"--attention-backend {self.attention_backend} is for --engine native; "
+                "SGLang's is chosen with --engine-arg attention_backend=..."
+            )
+        self._check_no_vllm()
+        check_engine_args(self.engine_args)
+        if self.sglang_python is not None:
+            check_python(self.sglang_python)
+        elif importlib.util.find_spec("sglang") is None:
+            raise ConfigError(
+                "--engine sglang needs SGLang: name the interpreter of an environment that has it with "
+                "--sglang-python, or a server that runs with --base-url"
+            )
+
     def _check_no_vllm(self) -> None:
-        given = {
-            f"--engine-arg {next(iter(self.engine_args), None)}": self.engine_args,
+        of_vllm = {"--lora-modules": self.lora_modules}
+        of_both = {
             "--tool-call-parser": self.tool_call_parser,
             "--enable-auto-tool-choice": self.enable_auto_tool_choice,
             "--reasoning-parser": self.reasoning_parser,
-            "--lora-modules": self.lora_modules,
         }
-        for flag, value in given.items():
-            if value:
-                raise ConfigError(
-                    f"{flag} is for --engine vllm and does nothing with --engine {self.engine}; "
-                    "leave it out, or add --engine vllm"
-                )
+        for flags, engines in ((of_vllm, ("vllm",)), (of_both, ("vllm", "native"))):
+            for flag, value in flags.items():
+                if value and self.engine not in engines:
+                    names = " and ".join(engines)
+                    raise ConfigError(
+                        f"{flag} is for --engine {names} and does nothing with --engine {self.engine}; "
+                        "leave it out, or add --engine vllm"
+                    )
+
+    def _check_tool_choice(self) -> None:
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            given, lacking = "--tool-call-parser", "--enable-auto-tool-choice"
+            if self.enable_auto_tool_choice:
+                given, lacking = lacking, given
+            raise ConfigError(f"{given} does nothing without {lacking}; give both, or neither")
 
     def _check_vllm(self) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -258,11 +412,7 @@ class EngineConfig:
                 f"--attention-backend {self.attention_backend} is for --engine native; "
                 "vLLM's is chosen with --engine-arg attention_backend=..."
             )
-        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
-            given, lacking = "--tool-call-parser", "--enable-auto-tool-choice"
-            if self.enable_auto_tool_choice:
-                given, lacking = lacking, given
-            raise ConfigError(f"{given} does nothing without {lacking}; give both, or neither")
+        self._check_tool_choice()
         if self.lora_modules and not self.engine_args.get("enable_lora"):
             raise ConfigError("--lora-modules needs --engine-arg enable_lora=true")
         for name, path in self.lora_modules.items():
@@ -273,10 +423,10 @@ class EngineConfig:
         # Before anything is read, though vLLM takes seconds to load.
         if self.engine_args or self.tool_call_parser or self.reasoning_parser:
             from blendserve.engines.vllm import check_engine_args
-            from blendserve.engines.vllm_chat import check_parsers
+            from blendserve.engines.vllm_chat import check_parsers as check_vllms_parsers
 
             check_engine_args(self.engine_args)
-            check_parsers(self.tool_call_parser, self.reasoning_parser)
+            check_vllms_parsers(self.tool_call_parser, self.reasoning_parser)
 
     def hardware_spec(self) -> HardwareSpec:
         """The profile, with the limits given here in place of its own.
@@ -285,7 +435,7 @@ class EngineConfig:
             ConfigError: no such profile.
         """
         on_cuda = self.on_cuda
-        spec = HardwareSpec.load(self.hardware or _default_hardware(self.engine, on_cuda))
+        spec = HardwareSpec.load(self.hardware or self._default_hardware(on_cuda))
         given = {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -295,6 +445,15 @@ class EngineConfig:
         chosen = {name: value for name, value in given.items() if value is not None}
         return replace(spec, **chosen)  # type: ignore[arg-type]
 
+    def _default_hardware(self, on_cuda: bool) -> str:
+        if on_cuda:
+            return DEFAULT_HARDWARE["native-cuda"]
+        if self.engine == "native" or (
+            self.engine in ("vllm", "sglang") and not self.is_remote and not _machine_has_gpu()
+        ):
+            return DEFAULT_HARDWARE["native"]
+        return DEFAULT_HARDWARE["simulated"]
+
     def context_limit(self, model: ModelSpec) -> int:
         """Most tokens of a request.
 
@@ -303,7 +462,7 @@ class EngineConfig:
         """
         if self.max_model_len is None:
             return model.max_model_len
-        if self.forwards:  # the server decides; this is for planning
+        if self.is_remote:  # the server decides; this is for planning
             return self.max_model_len
         if not 1 <= self.max_model_len <= model.max_model_len:
             raise ConfigError(
@@ -325,10 +484,10 @@ class EngineConfig:
 
             check_supported(files.config)
             element_bytes = dtype_bytes(self.dtype, self.device)
-        elif self.engine == "vllm" and self.dtype == "float32":
+        elif self.engine in ("vllm", "sglang") and self.dtype == "float32":
             element_bytes = 4.0
         size, config = self.tensor_parallel_size, files.config
-        if self.engine == "vllm" and isinstance(config.get("text_config"), dict):
+        if self.engine != "native" and isinstance(config.get("text_config"), dict):
             config = config["text_config"]  # of a model that takes images or audio
         model = ModelSpec.from_config(
             config, name=files.name, bytes_per_weight=element_bytes, bytes_per_kv_element=element_bytes
@@ -352,8 +511,8 @@ class EngineConfig:
     @property
     def _ranks_share_a_machine(self) -> bool:
         """Whether tensor-parallel ranks divide the CPU that a profile is of, instead of having a device each."""
-        if self.engine == "vllm":
-            return not _vllm_has_gpu()
+        if self.engine in ("vllm", "sglang"):
+            return not _machine_has_gpu()
         return self.engine == "native" and not self.on_cuda
 
 
@@ -381,20 +540,8 @@ def open_engine(
     from blendserve.scheduling.scheduler import SchedulerConfig
 
     max_model_len = config.context_limit(cost_model.model)
-    if config.engine == "openai":
-        from blendserve.engines.openai_server import OpenAIServer
-
-        config.check()
-        assert config.base_url is not None
-        return OpenAIServer(
-            config.base_url,
-            cost_model,
-            api_key_env=config.api_key_env,
-            max_concurrency=config.max_concurrency or DEFAULT_MAX_CONCURRENCY,
-            request_timeout_s=config.request_timeout or DEFAULT_REQUEST_TIMEOUT_S,
-            kv_capacity_tokens=config.kv_cache_tokens or cost_model.kv_capacity_tokens,
-            max_model_len=max_model_len,
-        )
+    if config.forwards:
+        return _open_server(config, files, cost_model, max_model_len)
     if config.engine == "vllm":
         from blendserve.engines.vllm import VLLMEngine
 
@@ -410,7 +557,7 @@ def open_engine(
             dtype=config.dtype,
             num_threads=config.num_threads,
             tensor_parallel_size=config.tensor_parallel_size,
-            engine_args=config.engine_args,
+            engine_args=config.vllm_args,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )
@@ -440,6 +587,47 @@ def open_engine(
     return BatchingEngine(executor, scheduler)
 
 
+def _open_server(
+    config: EngineConfig, files: ModelFiles, cost_model: CostModel, max_model_len: int
+) -> Engine:
+    from blendserve.engines.openai_server import OpenAIServer
+
+    config.check()
+    process, base_urls = None, config.base_urls
+    if not config.is_remote:
+        from blendserve.engines.sglang import SGLangServer
+
+        assert files.folder is not None
+        process = SGLangServer(
+            config.sglang_python or sys.executable,
+            files.folder,
+            files.name,
+            {
+                "context_length": config.max_model_len,
+                "page_size": config.block_size,
+                "max_total_tokens": config.kv_cache_tokens,
+                "max_running_requests": config.max_num_seqs,
+                "chunked_prefill_size": config.max_num_batched_tokens,
+                "dtype": None if config.dtype == "auto" else config.dtype,
+                "tp_size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else None,
+                **config.engine_args,
+            },
+        )
+        base_urls = (process.base_url,)
+    return OpenAIServer(
+        base_urls,
+        cost_model,
+        api_key_env=config.api_key_env,
+        max_concurrency=config.max_concurrency,
+        request_timeout_s=config.request_timeout or DEFAULT_REQUEST_TIMEOUT_S,
+        kv_capacity_tokens=config.kv_cache_tokens if config.is_remote else None,
+        max_model_len=max_model_len,
+        flushes_cache=config.engine == "sglang",
+        process=process,
+        name=config.engine,
+    )
+
+
 def _open_native(
     config: EngineConfig,
     folder: Path,
@@ -451,4 +639,5 @@ def _open_native(
     from blendserve.engines.native import open_executor
     from blendserve.tokenizer import Tokenizer
 
-    return open_executor(config, folder, tokenizer or Tokenizer(folder), cost_model, max_model_len)
+    tokenizer = tokenizer or Tokenizer(folder, trust_remote_code=config.trust_remote_code)
+    return open_executor(config, folder, tokenizer, cost_model, max_model_len)

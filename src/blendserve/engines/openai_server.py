@@ -1,142 +1,350 @@
-"""Any server that speaks OpenAI's API as an engine: requests go out as written, answers come back as they are.
+"""Servers that speak OpenAI's API as an engine: requests go out as written, answers come back as they are.
 
-The policy decides through a `Window` which requests the server has. Answers are not streamed, because that would
+The policy decides through a `Window` which requests a server has. Answers are not streamed, because that would
 change the requests; the window estimates what it cannot see. One event loop, stepped by `run`: no thread, and no
-connection that nobody waits for.
+connection that nobody waits for. What becomes of a request is in `openai_api`.
 
-| what happens | what becomes of it |
+Of several servers each has requests, policy and window of its own:
+
+```
+plan ─ partition ─┬─ share ─ window ─ server      a share keeps prefixes together, and has the job's density
+                  └─ share ─ window ─ server
+```
+
+| what happens | what becomes of the requests |
 | --- | --- |
-| 2xx that is no completion, half a body, 408, 409, 425, 5xx, time-out, reset | sent again after a backoff, bounded |
-| 429 | the same with more patience, for it says nothing about the request |
-| no connection, or 502, 503, 504, time-out, reset, and a probe fails too | all wait until the server is back |
-| other 4xx | the request has failed, with the server's own status and message |
-| 401, 403, no quota left, a redirect, a server that stays away | the job stops: nothing else would succeed |
+| a server has none waiting | it gets a part of those of the one that would be busy longest, so that both end together |
+| a server is away for longer than `grace_s` | those it ran and those that wait are divided among the others |
+| it has given up so many in a row | the same, and it rests for a while |
+| a request was given up on one server | it is tried on another, once |
+| a server is back | it has none waiting: see above |
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
+import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
-import orjson
+import numpy as np
 
 from blendserve.cost_model import CostModel
+from blendserve.engines.openai_api import ApiServer, ConcurrencyLimit, GaveUp, ServerFacts, api_key
 from blendserve.engines.retry import Backoff
-from blendserve.errors import ConfigError, EngineError
-from blendserve.request import Completion, Failure, RawRequest, RequestTable, Result, StepOutput, StepStats
+from blendserve.errors import EngineDiedError, EngineError
+from blendserve.planner.partition import partition
+from blendserve.planner.plan import Floats, make_plan
+from blendserve.planner.prefix_tree import Ints
+from blendserve.request import Completion, RequestTable, Result, StepOutput, StepStats
+from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.policy import Policy
 from blendserve.scheduling.window import Window
 
+DEFAULT_MAX_CONCURRENCY = 128
+SEQUENCES_SENT_RATIO = 1.5
+"""requests sent, over those that a server says it runs at a time: as many as may end in a step must be in line"""
 MAX_OUTAGE_S = 300.0
-"""a server may be away for so long before the job stops"""
+"""all servers may be away for so long before the job stops"""
+GRACE_S = 10.0
+"""a server may be away for so long before others take its requests"""
+MAX_GIVEN_UP = 3
+"""requests that a server may give up in a row before others take the rest"""
+REST_S = 10.0
+"""of a server that gave up so many, the first time; then twice as long each time, up to `MAX_REST_S`"""
+MAX_REST_S = 300.0
+REBALANCE_EVERY_S = 0.25
+"""after an attempt that moved nothing"""
+LEAST_SPEED = 1e-12
 MAX_TICK_S = 0.25
 """between two looks of the policy where no answer comes"""
-MAX_RATE_LIMITED_ATTEMPTS = 30
-CONNECT_TIMEOUT_S = 10.0
-PROBE_EVERY_S = 1.0
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
-class _Answer(NamedTuple):
-    """What came over the wire."""
+class ServerProcess(Protocol):
+    """A server that was started for an engine."""
 
-    status: int
-    headers: Any
-    content: bytes
+    def how_it_ended(self) -> str | None:
+        """What became of it; None while it runs."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Retry:
-    """An attempt that failed for a reason that may pass."""
+class _Run:
+    """A run of a job: what is to be done, and what is under way."""
 
-    failure: Failure
-    retry_after_s: float | None = None
-    is_rate_limit: bool = False
-    suspects_server: bool = False
-    reached_server: bool = True
+    def __init__(self, requests: RequestTable, policy: Policy) -> None:
+        self.requests = requests
+        self.policy = policy
+        plan = policy.plan
+        self.work_s: Floats = np.asarray(
+            plan.cost_model.decode_compute_s(plan.prompt_share() + plan.output_tokens_est)
+            + plan.cost_model.memory_s(plan.prompt_tokens, plan.output_tokens_est)
+        )
+        """[num_requests] modelled seconds"""
+        self.num_open = len(requests)
+        self.tried_elsewhere: set[int] = set()
+        """requests that one server gave up"""
+        self.tasks: dict[asyncio.Task[Result | GaveUp], tuple[_Lane, _Share, int]] = {}
+        """whose each is, those included that were taken back and have not ended yet"""
+        self.rebalance_at_s = 0.0
+        self._started_s = time.perf_counter()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._started_s
+
+
+class _Share:
+    """Some requests of the job on their way through a window."""
+
+    def __init__(self, ids: Ints, window: Window) -> None:
+        self.ids = ids
+        """[num_requests] numbers in the job"""
+        self.window = window
+        self.is_open = True
+        """whether what waits is still to be run from here"""
+        self.tasks: dict[int, asyncio.Task[Result | GaveUp]] = {}
+        """by the number in the share"""
+
+    @property
+    def num_waiting(self) -> int:
+        return self.window.num_waiting if self.is_open else 0
+
+    @property
+    def is_over(self) -> bool:
+        return not self.tasks and self.num_waiting == 0
+
+    @property
+    def waiting(self) -> Ints:
+        """Numbers in the share."""
+        return self.window.waiting_requests if self.is_open else np.empty(0, np.int32)
+
+
+class _Lane:
+    """A server with what it has to run. Shares go one after the other."""
+
+    def __init__(self, server: ApiServer, facts: ServerFacts, kv_capacity_tokens: int) -> None:
+        self.server = server
+        self.facts = facts
+        self.kv_capacity_tokens = kv_capacity_tokens
+        self.num_rests = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another run."""
+        self.shares: list[_Share] = []
+        self.up_s = 0.0
+        """time that the server was there"""
+        self.done_work_s = 0.0
+        """modelled time of what it has answered"""
+        self.num_answered = self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        self.num_moved_away = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(share.tasks) for share in self.shares)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(share.num_waiting for share in self.shares)
+
+    @property
+    def kv_committed_tokens(self) -> int:
+        return sum(share.window.kv_committed_tokens for share in self.shares)
+
+    def speed(self, work_s: Floats) -> float:
+        """Modelled seconds of work done per second."""
+        done, _ = self.running_work_s(work_s)
+        return max((self.done_work_s + done) / max(self.up_s, 1e-6), LEAST_SPEED)
+
+    def running_work_s(self, work_s: Floats) -> tuple[float, float]:
+        """Modelled seconds of what runs: done and left, by what is expected of each."""
+        done = total = 0.0
+        for share in self.shares:
+            running = share.window.running_requests
+            expected = share.window.policy.output_tokens_est[running]
+            of_each = work_s[share.ids[running]]
+            done += float((of_each * np.minimum(share.window.running_output_tokens / expected, 1.0)).sum())
+            total += float(of_each.sum())
+        return done, total - done
+
+    def waiting_work_s(self, work_s: Floats) -> float:
+        """Modelled seconds of what waits."""
+        return sum(float(work_s[share.ids[share.waiting]].sum()) for share in self.shares)
+
+    def busy_s(self, work_s: Floats) -> float:
+        """Seconds until all that it has is done, at its speed so far."""
+        return (self.waiting_work_s(work_s) + self.running_work_s(work_s)[1]) / self.speed(work_s)
+
+    def fill(self, now_s: float) -> Iterator[tuple[_Share, list[int], list[int]]]:
+        """Let the policies decide what goes to the server now: share, requests to send, requests to take back."""
+        self.shares = [share for share in self.shares if not share.is_over]
+        for share in self.shares:
+            if not share.is_open:
+                continue
+            others = [other for other in self.shares if other is not share]
+            places = self.server.limit.now - sum(len(other.tasks) for other in others)
+            tokens = self.kv_capacity_tokens - sum(other.window.kv_committed_tokens for other in others)
+            window = share.window
+            if window.num_running == 0 and min(places, tokens) <= 0:
+                return
+            window.max_concurrency, window.kv_capacity_tokens = max(places, 1), max(tokens, 1)
+            yield share, *window.fill(now_s)
+            if share.num_waiting:
+                return
+
+    def take_waiting(self) -> tuple[Ints, Floats]:
+        """What waits, which is not run from here any more: numbers in the job, and output tokens expected of each."""
+        ids, expected = [np.empty(0, np.int32)], [np.empty(0)]
+        for share in self.shares:
+            waiting = share.waiting
+            share.is_open = False
+            ids.append(share.ids[waiting])
+            expected.append(share.window.policy.output_tokens_est[waiting])
+        return np.concatenate(ids), np.concatenate(expected)
+
+    def take_all(self) -> tuple[Ints, Floats]:
+        """The same with what runs, which is cancelled."""
+        ids, expected = self.take_waiting()
+        for share in self.shares:
+            running = np.array(list(share.tasks), np.int32)
+            ids = np.concatenate((ids, share.ids[running]))
+            expected = np.concatenate((expected, share.window.policy.output_tokens_est[running]))
+            for task in share.tasks.values():
+                task.cancel()
+            share.tasks.clear()
+        self.shares = []
+        return ids, expected
+
+    def answered(self, result: Result, work_s: float) -> None:
+        """Count a result."""
+        self.num_answered += 1
+        self.done_work_s += work_s
+        if isinstance(result, Completion):
+            self.num_prompt_tokens += result.num_prompt_tokens
+            self.num_cached_tokens += result.num_cached_tokens
+            self.num_output_tokens += result.num_output_tokens
+
+    def facts_of_run(self) -> dict[str, Any]:
+        """What it did in this run, for the log."""
+        return {
+            "base_url": self.server.base_url,
+            "num_requests": self.num_answered,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "num_moved_away": self.num_moved_away,
+            "up_s": round(self.up_s, 3),
+        }
 
 
 class OpenAIServer:
-    """Runs requests on a server.
+    """Runs requests on one server or several.
 
     Args:
-        base_url: with its /v1.
-        cost_model: of the model on a device like the server's, for planning.
+        base_urls: of each server, with its /v1.
+        cost_model: of the model on a device like the servers', for planning.
         api_key_env: environment variable with the key.
-        max_concurrency: most requests at the server at a time.
+        max_concurrency: most requests at a server at a time; None: what the server says it runs, and half as many
+            more, or else 128.
         request_timeout_s: until an answer must be complete.
-        kv_capacity_tokens: of the server.
-        max_model_len: of the server's model, for planning.
+        kv_capacity_tokens: of each server; None: what it says, or else what the cost model says.
+        max_model_len: of the servers' model, for planning.
         backoff: between attempts.
-        max_outage_s: how long the server may be away.
+        max_outage_s: how long all servers may be away.
+        grace_s: how long one may be away before others take its requests.
+        flushes_cache: whether an SGLang server is to forget its prefixes before each run.
+        process: that the server is, where it was started for this engine, which ends it.
+        name: of the engine.
 
     Raises:
-        ConfigError: the URL or the key cannot be used, nothing answers there, or httpx2 is not installed.
+        ConfigError: a URL or the key cannot be used, nothing answers at one of them, or httpx2 is not installed.
     """
-
-    name = "openai"
 
     def __init__(
         self,
-        base_url: str,
+        base_urls: Sequence[str],
         cost_model: CostModel,
         *,
-        api_key_env: str | None,
-        max_concurrency: int,
+        api_key_env: str | None = None,
+        max_concurrency: int | None = None,
         request_timeout_s: float,
-        kv_capacity_tokens: int,
+        kv_capacity_tokens: int | None = None,
         max_model_len: int,
         backoff: Backoff | None = None,
         max_outage_s: float = MAX_OUTAGE_S,
+        grace_s: float = GRACE_S,
+        flushes_cache: bool = False,
+        process: ServerProcess | None = None,
+        name: str = "openai",
     ) -> None:
-        try:
-            import httpx2
-        except ImportError as error:
-            raise ConfigError("--engine openai needs httpx2: pip install 'blendserve[openai]'") from error
-        self._http = httpx2
-        self.base_url = base_url.rstrip("/")
+        self.name = name
         self.cost_model = cost_model
-        self.kv_capacity_tokens = kv_capacity_tokens
         self.max_model_len = max_model_len
-        self.max_concurrency = max_concurrency
-        self._request_timeout_s = request_timeout_s
-        self._backoff = backoff or Backoff()
-        self._rate_limit_backoff = Backoff(
-            self._backoff.base_s, self._backoff.factor, self._backoff.max_s, MAX_RATE_LIMITED_ATTEMPTS
-        )
-        self._max_outage_s = max_outage_s
-        self._outage: asyncio.Task[bool] | None = None
-        self._is_away = False
+        self._max_outage_s, self._grace_s = max_outage_s, grace_s
+        self.flushes_cache = flushes_cache
+        self._process = process
         self._is_admitting = True
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if api_key_env is not None:
-            headers["Authorization"] = f"Bearer {_api_key(api_key_env)}"
+        self._num_retried = 0  # not reported yet
         self._loop = asyncio.new_event_loop()
+        servers: list[ApiServer] = []
         try:
-            self._client = httpx2.AsyncClient(
-                headers=headers,
-                timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
-            )
-            self._turn = asyncio.Lock()
-            self._loop.run_until_complete(self._check())
+            key = None if api_key_env is None else api_key(api_key_env)
+            servers = [
+                ApiServer(
+                    url,
+                    key=key,
+                    max_concurrency=max_concurrency or DEFAULT_MAX_CONCURRENCY,
+                    request_timeout_s=request_timeout_s,
+                    backoff=backoff or Backoff(),
+                )
+                for url in base_urls
+            ]
+            self._lanes = [
+                _Lane(
+                    server,
+                    facts,
+                    kv_capacity_tokens or facts.kv_capacity_tokens or cost_model.kv_capacity_tokens,
+                )
+                for server, facts in zip(
+                    servers, self._all(server.check() for server in servers), strict=True
+                )
+            ]
         except BaseException:
-            self.close()
+            self._close(servers)
             raise
+        for lane in self._lanes:
+            if max_concurrency is None and lane.facts.max_num_seqs is not None:
+                most = int(lane.facts.max_num_seqs * SEQUENCES_SENT_RATIO) + 1
+                lane.server.limit = ConcurrencyLimit(min(most, DEFAULT_MAX_CONCURRENCY))
+            if lane.facts.schedule_policy not in (None, "fcfs"):
+                warnings.warn(
+                    f"the server at {lane.server.base_url} puts its requests in an order of its own "
+                    f"({lane.facts.schedule_policy}); start it with --schedule-policy fcfs for the order of --policy",
+                    stacklevel=1,
+                )
+            fields = {"base_url": lane.server.base_url, **lane.facts._asdict()}
+            _log.info("server_found", extra={"fields": fields})
+        self.kv_capacity_tokens = sum(lane.kv_capacity_tokens for lane in self._lanes)
 
     def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
         """Run all requests; see `Engine.run`. A step ends with one or more answers, or after `MAX_TICK_S`.
 
-        The facts of a step are those of the requests that finished in it.
+        The facts of a step are those of the requests that finished in it. Of several servers each has a policy of its
+        own, of the given one's kind.
 
         Raises:
-            EngineError: the server refuses the key, or stays away.
+            EngineError: a server refuses the key, or all stay away.
+            EngineDiedError: the server that was started for this engine has ended.
         """
         if len(requests) == 0:
             return
@@ -145,238 +353,259 @@ class OpenAIServer:
                 "a server needs the requests as they were written, and these are token ids only; "
                 "prepare them with pass_through"
             )
-        hardware = self.cost_model.hardware
-        window = Window(
-            requests,
-            policy,
-            kv_capacity_tokens=self.kv_capacity_tokens,
-            max_concurrency=self.max_concurrency,
-            max_num_batched_tokens=hardware.max_num_batched_tokens,
-            step_s=self.cost_model.step_cost(hardware.max_num_batched_tokens, 0).step_s,
-        )
         self._is_admitting = True
-        tasks: dict[asyncio.Task[Result], int] = {}
-        task_of: dict[int, asyncio.Task[Result]] = {}
-        started_s = before_s = time.perf_counter()
+        self._num_retried = 0
+        for lane in self._lanes:
+            lane.begin()
+        if self.flushes_cache:
+            self._all(lane.server.flush_cache() for lane in self._lanes)
+        run = _Run(requests, policy)
+        everything = np.arange(len(requests), dtype=np.int32)
+        if len(self._lanes) == 1:
+            self._lanes[0].shares.append(_Share(everything, self._window(self._lanes[0], requests, policy)))
+        else:
+            self._distribute(run, everything, policy.output_tokens_est, dict.fromkeys(self._lanes, 1.0))
+        before_s = run.now_s
         try:
-            while window.num_unfinished and (self._is_admitting or tasks):
-                if self._is_admitting and not self._is_away:
-                    admitted, withdrawn = window.fill(time.perf_counter() - started_s)
-                    for request in withdrawn:
-                        task_of.pop(request).cancel()
-                    for request in admitted:
-                        task = self._loop.create_task(self._answer(requests.raw[request]))
-                        tasks[task] = request
-                        task_of[request] = task
-                answers: list[tuple[int, Result]] = []
-                stopped: BaseException | None = None
-                for task in self._loop.run_until_complete(_first_of(tasks)):
-                    request = tasks.pop(task)
-                    if task_of.get(request) is task:  # else it was withdrawn
-                        del task_of[request]
-                        if (error := task.exception()) is None:
-                            answers.append((request, task.result()))
-                        stopped = stopped or error
-                lengths = [(request, _output_tokens(result)) for request, result in answers]
-                expected = window.finish(lengths, time.perf_counter() - started_s)
-                for (_, result), output_tokens_est in zip(answers, expected, strict=True):
-                    if isinstance(result, Completion):
-                        result.output_tokens_est = output_tokens_est
-                now_s = time.perf_counter()
-                stats = self._stats(window, [result for _, result in answers], now_s - before_s)
+            while run.num_open and (self._is_admitting or any(lane.num_running for lane in self._lanes)):
+                self._check_servers()
+                if self._is_admitting:
+                    self._leave_dead_servers(run)
+                    self._rebalance(run)
+                    self._send(run)
+                results, stopped = self._collect(run)
+                now_s = run.now_s
+                for lane in self._lanes:
+                    lane.up_s += 0.0 if lane.server.is_away else now_s - before_s
+                stats = self._stats(run.num_open, [result for _, result in results], now_s - before_s)
                 before_s = now_s
-                yield StepOutput(stats, answers)
+                yield StepOutput(stats, results)
                 if stopped is not None:
                     raise stopped
         finally:
-            self._cancel(tasks)
+            self._cancel(run.tasks)
+            for lane in self._lanes:
+                _log.info("server_ended", extra={"fields": lane.facts_of_run()})
 
     def stop_admitting(self) -> None:
-        """Let `run` end as soon as what the server has now is answered; the other requests get no result."""
+        """Let `run` end as soon as what the servers have now is answered; the other requests get no result."""
         self._is_admitting = False
 
+    def round_trip_s(self) -> float:
+        """Seconds that a request takes for which the server does nothing, the best of some."""
+        return min(self._all([self._lanes[0].server.ping_s()])[0] for _ in range(5))
+
     def close(self) -> None:
-        """Close the connections."""
-        if self._loop.is_closed():
-            return
-        if hasattr(self, "_client"):
-            self._loop.run_until_complete(self._client.aclose())
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        """Close the connections, and end the server that was started for this engine."""
+        self._close([lane.server for lane in self._lanes])
 
-    # -- one request ---------------------------------------------------------------------------------------------
+    def _close(self, servers: Sequence[ApiServer]) -> None:
+        if not self._loop.is_closed():
+            self._all(server.close() for server in servers)
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+        if self._process is not None:
+            self._process.close()
 
-    async def _answer(self, request: RawRequest) -> Result:
-        """The result of a request, however many attempts it takes."""
-        num_attempts = num_rate_limited = 0
-        while True:
-            if self._is_away:
-                await self._server_answers()
-            outcome = await self._attempt(request)
-            if not isinstance(outcome, _Retry):
-                return outcome
-            if outcome.suspects_server and not await self._server_answers() and not outcome.reached_server:
-                continue  # the request never left; it is not its fault
-            if outcome.is_rate_limit:
-                num_rate_limited += 1
-                delay_s = self._rate_limit_backoff.delay_s(num_rate_limited, outcome.retry_after_s)
-            else:
-                num_attempts += 1
-                delay_s = self._backoff.delay_s(num_attempts, outcome.retry_after_s)
-            if delay_s is None:
-                failure = outcome.failure
-                failure.message += f" (given up after {num_attempts + num_rate_limited} attempts)"
-                return failure
-            await asyncio.sleep(delay_s)
+    def _all(self, work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+        """Do all of it at once; the first error is raised when all has ended."""
 
-    async def _attempt(self, request: RawRequest) -> Result | _Retry:
-        http = self._http
-        try:
-            answer = await self._send(request)
-        except TimeoutError:
-            message = f"The server has not answered within {self._request_timeout_s:g} s"
-            return _Retry(Failure("request_timeout", message, status_code=504), suspects_server=True)
-        except (http.ConnectError, http.ConnectTimeout) as error:
-            failure = Failure("connection_error", f"No connection to the server: {error}", status_code=502)
-            return _Retry(failure, suspects_server=True, reached_server=False)
-        except http.TransportError as error:
-            message = f"The connection broke before the answer was complete: {error or type(error).__name__}"
-            return _Retry(Failure("connection_error", message, status_code=502), suspects_server=True)
-        except http.RequestError as error:  # a body that cannot be decompressed
-            return _garbage(str(error))
-        if answer.status == 200:
-            return _completion(answer)
-        return self._refusal(answer)
+        async def gathered() -> list[_T | BaseException]:
+            return await asyncio.gather(*work, return_exceptions=True)
 
-    async def _send(self, request: RawRequest) -> _Answer:
-        """One attempt. Requests are written to the wire one after the other, so that they arrive in order."""
-        await self._turn.acquire()
-        is_my_turn = True
+        done = self._loop.run_until_complete(gathered())
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in done if not isinstance(outcome, BaseException)]
 
-        def pass_turn() -> None:
-            nonlocal is_my_turn
-            if is_my_turn:
-                is_my_turn = False
-                self._turn.release()
+    # -- who runs what -------------------------------------------------------------------------------------------
 
-        async def trace(event: str, _info: dict[str, Any]) -> None:
-            if event.endswith("send_request_body.complete"):
-                pass_turn()
-
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                response = await self._client.post(
-                    self.base_url + request.url.removeprefix("/v1"),
-                    content=request.body,
-                    extensions={"trace": trace},
-                )
-        finally:
-            pass_turn()
-        return _Answer(response.status_code, response.headers, response.content)
-
-    def _refusal(self, answer: _Answer) -> Failure | _Retry:
-        """What becomes of a request that was answered with an error.
-
-        Raises:
-            EngineError: all other requests would be, too.
-        """
-        failure, status = _failure(answer), answer.status
-        if status in (401, 403):
-            raise EngineError(
-                f"{self.base_url} refuses the requests with {status}: {failure.message}; "
-                "name the environment variable that holds a valid key with --api-key-env"
-            )
-        if 300 <= status < 400:
-            raise EngineError(
-                f"{self.base_url} redirects to {answer.headers.get('location', 'elsewhere')}; "
-                "give the final address as --base-url"
-            )
-        if status == 429:
-            if failure.code == "insufficient_quota":
-                raise EngineError(
-                    f"{self.base_url} has no quota left for this key: {failure.message}; "
-                    "run the job again when there is some"
-                )
-            return _Retry(failure, _retry_after_s(answer), is_rate_limit=True)
-        if status in (408, 409, 425) or status >= 500:
-            return _Retry(failure, _retry_after_s(answer), suspects_server=status in (502, 503, 504))
-        return _garbage(f"status {status}") if status < 300 else failure
-
-    # -- the server ----------------------------------------------------------------------------------------------
-
-    async def _check(self) -> None:
-        """See that a server is there before anything is sent.
-
-        Raises:
-            ConfigError: there is none, or it refuses the key.
-        """
-        http = self._http
-        try:
-            status = (
-                await self._client.get(f"{self.base_url}/models", timeout=CONNECT_TIMEOUT_S)
-            ).status_code
-        except (http.InvalidURL, http.UnsupportedProtocol) as error:
-            raise ConfigError(
-                f"--base-url {self.base_url} is no URL ({error}); write e.g. http://localhost:8000/v1"
-            ) from error
-        except http.ConnectError as error:
-            raise ConfigError(
-                f"no server answers at {self.base_url} ({error}); start it, or correct --base-url"
-            ) from error
-        except http.RequestError:
-            return  # it is there, and slow or not well: requests have the patience for that
-        if status in (401, 403):
-            raise ConfigError(
-                f"{self.base_url} refuses the key with {status}; "
-                "name the environment variable that holds a valid one with --api-key-env"
-            )
-
-    async def _server_answers(self) -> bool:
-        """Wait until the server answers a probe; whether it did at once.
-
-        Raises:
-            EngineError: it stays away.
-        """
-        if self._outage is None or self._outage.done():
-            self._outage = asyncio.get_running_loop().create_task(self._outlast())
-        return await asyncio.shield(self._outage)
-
-    async def _outlast(self) -> bool:
-        if await self._probe():
-            return True
-        self._is_away = True
-        since_s = time.monotonic()
-        while time.monotonic() - since_s < self._max_outage_s:
-            await asyncio.sleep(min(PROBE_EVERY_S, self._max_outage_s / 4))
-            if await self._probe():
-                self._is_away = False
-                return False
-        raise EngineError(
-            f"the server at {self.base_url} has been away for {self._max_outage_s:g} s; the results so far are "
-            "kept, start it again and run the same command to go on"
+    def _window(self, lane: _Lane, requests: RequestTable, policy: Policy) -> Window:
+        hardware = self.cost_model.hardware
+        return Window(
+            requests,
+            policy,
+            kv_capacity_tokens=lane.kv_capacity_tokens,
+            max_concurrency=lane.server.limit.most,
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            step_s=lane.shares[-1].window.step_s
+            if lane.shares
+            else self.cost_model.step_cost(hardware.max_num_batched_tokens, 0).step_s,
+            block_size=lane.facts.block_size,
         )
 
-    async def _probe(self) -> bool:
-        try:
-            answer = await self._client.get(f"{self.base_url}/models", timeout=CONNECT_TIMEOUT_S)
-        except self._http.RequestError:
-            return False
-        return bool(answer.status_code < 500)
+    def _distribute(self, run: _Run, ids: Ints, expected: Floats, weights: dict[_Lane, float]) -> None:
+        """Divide requests among lanes in proportion to weights, those with a common prefix together."""
+        cost_model, config = run.policy.plan.cost_model, run.policy.plan.config
+        in_file_order = np.argsort(ids)  # `fcfs` keeps it
+        ids, expected = ids[in_file_order], expected[in_file_order]
+        plan = make_plan(run.requests.take(ids), cost_model, config).reordered(expected)
+        parts = partition(plan, len(weights), list(weights.values()))
+        for rank, lane in enumerate(weights):
+            members = parts.requests_of(rank)
+            if len(members):
+                table = run.requests.take(ids[members])
+                own_plan = make_plan(table, cost_model, config).reordered(expected[members])
+                own_policy = make_policy(cast(PolicyName, run.policy.name), own_plan, seed=config.seed)
+                lane.shares.append(_Share(ids[members], self._window(lane, table, own_policy)))
+
+    def _peers(self, lane: _Lane) -> list[_Lane]:
+        """The other servers that are there."""
+        return [other for other in self._lanes if other is not lane and not other.server.is_away]
+
+    def _leave_dead_servers(self, run: _Run) -> None:
+        for lane in self._lanes:
+            if lane.shares and lane.server.away_s > self._grace_s and self._peers(lane):
+                num_moved = self._evacuate(run, lane)
+                fields = {"base_url": lane.server.base_url, "num_requests": num_moved}
+                _log.warning("server_away", extra={"fields": fields})
+
+    def _evacuate(self, run: _Run, lane: _Lane) -> int:
+        """Give all that a server has to the others; returns how many requests."""
+        self._num_retried += lane.num_running
+        ids, expected = lane.take_all()
+        lane.num_moved_away += len(ids)
+        if len(ids):
+            weights = {peer: peer.speed(run.work_s) for peer in self._peers(lane)}
+            self._distribute(run, ids, expected, weights)
+        return len(ids)
+
+    def _hand_over(self, run: _Run, lane: _Lane, numbers: Ints) -> None:
+        """Have requests that a server gave up tried by others; all that it has, if it gave up many."""
+        self._num_retried += len(numbers)
+        lane.num_moved_away += len(numbers)
+        weights = {peer: peer.speed(run.work_s) for peer in self._peers(lane)}
+        self._distribute(run, numbers, run.policy.output_tokens_est[numbers], weights or {lane: 1.0})
+        if weights and lane.server.num_given_up >= MAX_GIVEN_UP:
+            num_moved = self._evacuate(run, lane)
+            rest_s = min(REST_S * 2**lane.num_rests, MAX_REST_S)
+            lane.num_rests += 1
+            self._loop.run_until_complete(lane.server.rest(rest_s))
+            fields = {"base_url": lane.server.base_url, "num_requests": num_moved, "rest_s": rest_s}
+            _log.warning("server_rests", extra={"fields": fields})
+
+    def _rebalance(self, run: _Run) -> None:
+        """Give servers that have nothing waiting a part of what waits for the one that would be busy longest."""
+        if run.now_s < run.rebalance_at_s:
+            return
+        for lane in self._lanes:
+            if lane.server.is_away or lane.num_waiting:
+                continue
+            busy_s = {other: other.busy_s(run.work_s) for other in self._lanes if other.num_waiting > 1}
+            if not busy_s:
+                return
+            busiest = max(busy_s, key=busy_s.__getitem__)
+            waiting_s, num_waiting = busiest.waiting_work_s(run.work_s), busiest.num_waiting
+            speed, own_speed = busiest.speed(run.work_s), lane.speed(run.work_s)
+            if lane.done_work_s == 0.0:
+                own_speed = speed  # it has had nothing to do, or was away
+            # So much that both end at the same time.
+            own_busy_s = lane.running_work_s(run.work_s)[1] / own_speed
+            moved_s = min((busy_s[busiest] - own_busy_s) / (1.0 / speed + 1.0 / own_speed), waiting_s)
+            if moved_s * num_waiting < waiting_s:  # less than a request
+                run.rebalance_at_s = run.now_s + REBALANCE_EVERY_S
+                continue
+            weights = {busiest: waiting_s - moved_s, lane: moved_s}
+            ids, expected = busiest.take_waiting()
+            self._distribute(run, ids, expected, weights)
+            num_moved = num_waiting - busiest.num_waiting
+            if num_moved == 0:
+                run.rebalance_at_s = run.now_s + REBALANCE_EVERY_S
+                return
+            busiest.num_moved_away += num_moved
+            urls = {"from": busiest.server.base_url, "to": lane.server.base_url}
+            _log.info("rebalanced", extra={"fields": {**urls, "num_requests": num_moved}})
+
+    def _check_servers(self) -> None:
+        """See that there is one.
+
+        Raises:
+            EngineError: there is none.
+        """
+        if self._process is not None and (end := self._process.how_it_ended()) is not None:
+            running = [
+                int(share.ids[r]) for lane in self._lanes for share in lane.shares for r in share.tasks
+            ]
+            raise EngineDiedError(end, running)
+        if min(lane.server.away_s for lane in self._lanes) > self._max_outage_s:
+            urls = " and ".join(lane.server.base_url for lane in self._lanes)
+            raise EngineError(
+                f"the server at {urls} has been away for {self._max_outage_s:g} s; the results so far are "
+                "kept, start it again and run the same command to go on"
+            )
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _cancel(self, tasks: dict[asyncio.Task[Result], int]) -> None:
-        """Take back whatever is at the server; a server that sees its connection closed stops working on it."""
-        pending: list[asyncio.Task[Any]] = [*tasks]
-        if self._outage is not None:
-            pending.append(self._outage)
+    def _send(self, run: _Run) -> None:
+        """Send and take back what the policies decide now."""
+        assert run.requests.raw is not None
+        now_s = run.now_s
+        for lane in self._lanes:
+            if lane.server.is_away:
+                continue
+            for share, admitted, withdrawn in lane.fill(now_s):
+                for request in withdrawn:
+                    share.tasks.pop(request).cancel()
+                for request in admitted:
+                    number = int(share.ids[request])
+                    is_hasty = number not in run.tried_elsewhere and bool(self._peers(lane))
+                    answer = lane.server.answer(run.requests.raw[number], is_hasty=is_hasty)
+                    task = self._loop.create_task(answer)
+                    run.tasks[task] = lane, share, request
+                    share.tasks[request] = task
+
+    def _collect(self, run: _Run) -> tuple[list[tuple[int, Result]], BaseException | None]:
+        """Wait for answers: those that came, by the requests' numbers in the job, and what stops the job."""
+        answers: dict[tuple[_Lane, _Share], list[tuple[int, Result]]] = {}
+        given_up: dict[_Lane, list[int]] = {}
+        stopped: BaseException | None = None
+        for task in self._loop.run_until_complete(_first_of(run.tasks)):
+            lane, share, request = run.tasks.pop(task)
+            if share.tasks.get(request) is not task:
+                continue  # it was withdrawn, or moved to another server
+            del share.tasks[request]
+            if (error := task.exception()) is not None:
+                stopped = stopped or error
+                continue
+            outcome, number = task.result(), int(share.ids[request])
+            if isinstance(outcome, GaveUp):
+                if number not in run.tried_elsewhere and (outcome.is_hasty or self._peers(lane)):
+                    run.tried_elsewhere.add(number)
+                    given_up.setdefault(lane, []).append(number)
+                    share.window.finish([(request, None)], run.now_s)
+                    continue
+                outcome = outcome.failure
+            answers.setdefault((lane, share), []).append((request, outcome))
+        results: list[tuple[int, Result]] = []
+        for (lane, share), of_share in answers.items():
+            lengths = [(request, _output_tokens(result)) for request, result in of_share]
+            expected = share.window.finish(lengths, run.now_s)
+            for (request, result), output_tokens_est in zip(of_share, expected, strict=True):
+                number = int(share.ids[request])
+                if isinstance(result, Completion):
+                    result.output_tokens_est = output_tokens_est
+                lane.answered(result, float(run.work_s[number]))
+                results.append((number, result))
+        run.num_open -= len(results)
+        for lane, numbers in given_up.items():
+            self._hand_over(run, lane, np.array(numbers, np.int32))
+        return results, stopped
+
+    def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Take back whatever is at the servers; one that sees its connection closed stops working on it."""
+        pending = list(tasks)
         for task in pending:
             task.cancel()
-        if pending:
-            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-        self._outage, self._is_away = None, False
 
-    def _stats(self, window: Window, results: list[Result], duration_s: float) -> StepStats:
+        async def ended() -> None:
+            await asyncio.gather(*pending, return_exceptions=True)
+            for lane in self._lanes:
+                await lane.server.forget_outage()
+
+        self._loop.run_until_complete(ended())
+
+    def _stats(self, num_open: int, results: list[Result], duration_s: float) -> StepStats:
         num_prefill = num_decode = kv_read = 0
         for result in results:
             if isinstance(result, Completion):
@@ -385,111 +614,33 @@ class OpenAIServer:
                 num_decode += decoded
                 kv_read += decoded * (result.num_prompt_tokens + (decoded + 1) // 2)
         cost = self.cost_model.step_cost(num_prefill + num_decode, kv_read)
+        num_running = sum(lane.num_running for lane in self._lanes)
+        committed = sum(lane.kv_committed_tokens for lane in self._lanes)
+        num_retried, self._num_retried = self._num_retried, 0
         return StepStats(
             duration_s=duration_s,
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode,
             kv_tokens_read=kv_read,
-            num_running=window.num_running,
-            num_waiting=window.num_waiting,
-            kv_usage_ratio=min(window.kv_committed_tokens / self.kv_capacity_tokens, 1.0),
+            num_running=num_running,
+            num_waiting=num_open - num_running,
+            kv_usage_ratio=min(committed / self.kv_capacity_tokens, 1.0),
             compute_s=cost.compute_s,
             memory_s=cost.memory_s,
+            num_retried_requests=num_retried,
         )
 
 
-async def _first_of(tasks: dict[asyncio.Task[Result], int]) -> set[asyncio.Task[Result]]:
+async def _first_of(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
     """Tasks that are done, once one is or `MAX_TICK_S` have passed."""
-    done, _ = await asyncio.wait(tasks, timeout=MAX_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+    waited_for = set(tasks)
+    if not waited_for:
+        await asyncio.sleep(MAX_TICK_S)
+        return set()
+    done, _ = await asyncio.wait(waited_for, timeout=MAX_TICK_S, return_when=asyncio.FIRST_COMPLETED)
     return done
-
-
-def _api_key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        state = "holds no key that can be sent" if key else "is not set"
-        raise ConfigError(f"--api-key-env {variable}: the environment variable {state}; put the key there")
-    return key
-
-
-def _completion(answer: _Answer) -> Completion | _Retry:
-    """A completion out of an answer with status 200."""
-    content_type = answer.headers.get("content-type", "application/json")
-    if "json" not in content_type:
-        return _garbage(f"content type {content_type}")
-    try:
-        body = orjson.loads(answer.content)
-    except orjson.JSONDecodeError as error:
-        return _garbage(f"{len(answer.content)} bytes that are no JSON, {error}")
-    choices = body.get("choices") if isinstance(body, dict) else None
-    if (
-        not isinstance(choices, list)
-        or not choices
-        or not all(isinstance(choice, dict) for choice in choices)
-    ):
-        return _garbage("JSON without choices")
-    usage = body.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    details = usage.get("prompt_tokens_details")
-    num_prompt_tokens = _count(usage.get("prompt_tokens"))
-    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
-    return Completion(
-        token_ids=[],
-        text="",
-        finish_reason="length" if choices[0].get("finish_reason") == "length" else "stop",
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=min(cached, num_prompt_tokens),
-        body=body,
-    )
 
 
 def _output_tokens(result: Result) -> int | None:
     """What is known of an output's length."""
     return (result.num_output_tokens or None) if isinstance(result, Completion) else None
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and value > 0 else 0
-
-
-def _garbage(found: str) -> _Retry:
-    message = f"The server's answer is no completion: {found}"
-    return _Retry(Failure("invalid_response", message, status_code=502))
-
-
-def _failure(answer: _Answer) -> Failure:
-    """An error in the server's own words: {"error": {message, code, param}}, or that object itself, or any text."""
-    try:
-        document = orjson.loads(answer.content)
-    except orjson.JSONDecodeError:
-        document = None
-    error = document.get("error", document) if isinstance(document, dict) else None
-    if isinstance(error, str):
-        error = {"message": error}
-    if not isinstance(error, dict):
-        error = {}
-    names = (error.get("code"), error.get("type"))
-    code = next((name for name in names if isinstance(name, str) and name), f"http_{answer.status}")
-    message, param = error.get("message") or error.get("detail"), error.get("param")
-    if not isinstance(message, str) or not message:
-        text = answer.content[:500].decode(errors="replace").strip()
-        message = f"The server answered with status {answer.status}" + (f": {text}" if text else "")
-    return Failure(code, message, param if isinstance(param, str) else None, answer.status)
-
-
-def _retry_after_s(answer: _Answer) -> float | None:
-    """Seconds that the server asks to wait; the header has them, or a date."""
-    text = answer.headers.get("retry-after")
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-        return seconds if 0.0 <= seconds < math.inf else None
-    except ValueError:
-        pass
-    try:
-        when = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    when = when if when.tzinfo else when.replace(tzinfo=UTC)
-    return max((when - datetime.now(UTC)).total_seconds(), 0.0)

@@ -110,8 +110,10 @@ def profile_engine(
     Raises:
         ConfigError: this engine cannot be measured here, or what was measured does not make a profile.
     """
-    if config.engine != "native":
-        raise ConfigError(f"--engine {config.engine} cannot be profiled yet; use --engine native")
+    if config.engine == "simulated":
+        raise ConfigError(
+            "--engine simulated runs by a profile and has none of its own; use --engine native, vllm, sglang or openai"
+        )
     config.check()
     base = replace(config.hardware_spec(), name=name, overlap=Overlap(), partitions=(), split_overhead=0.0)
     cost_model = config.cost_model(files)
@@ -125,9 +127,14 @@ def profile_engine(
         fit, samples = hardware_of_session(session, cost_model.model, base), samples_of_session(session)
         device = f"{session['meta']['device']}, {session['meta']['dtype']}"
     else:
-        from blendserve.engines.native.step_profile import measure_cpu
+        if config.engine == "native":
+            from blendserve.engines.native.step_profile import measure_cpu
 
-        measured = measure_cpu(config, files, max_time_s, on_sample)
+            measured = measure_cpu(config, files, max_time_s, on_sample)
+        else:
+            from blendserve.engines.job_profile import measure_jobs
+
+            measured = measure_jobs(config, files, max_time_s, on_sample)
         samples, device = measured.samples, measured.device
         base = replace(base, kv_cache_bytes=measured.kv_cache_bytes)
         fit = fit_hardware(samples, cost_model.model, base, measured.ceilings)

@@ -17,6 +17,7 @@ from uuid import uuid4
 import orjson
 from pydantic import ValidationError
 
+from blendserve.engines.chat import ReadAnswer, ToolCall, assemble
 from blendserve.errors import ConfigError
 from blendserve.request import FinishReason
 
@@ -49,17 +50,6 @@ class ReasoningState(NamedTuple):
     ended: bool | None
     """None: it looks at the prompt"""
     parser_kwargs: dict[str, Any] | None
-
-
-class ReadAnswer(NamedTuple):
-    """An answer taken apart."""
-
-    message: dict[str, Any]
-    finish_reason: FinishReason
-    num_reasoning_tokens: int | None
-    """None without a reasoning parser"""
-    has_logprobs: bool
-    """whether its log probabilities may be told; those of reasoning that is to be left out may not"""
 
 
 class ChatReader:
@@ -163,33 +153,19 @@ class ChatAnswer:
         reasoning, content, calls = parser.parse(
             text, request, enable_auto_tools=self.reader.reads_tool_calls, model_output_token_ids=token_ids
         )
-        choice = request.tool_choice
-        is_forced = choice not in (None, "none", "auto")
-        if choice in (None, "none"):
-            calls = None
-        elif is_forced:
-            content = content or ""
-        if calls and request.parallel_tool_calls is False:
-            calls = calls[:1]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reader.reads_reasoning:
-            message["reasoning"] = reasoning if request.include_reasoning else None
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id or f"chatcmpl-tool-{uuid4().hex}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
-        # OpenAI's reasons: a function that was named is no decision of the model's, so that is "stop".
-        if (choice == "auto" and calls) or (choice == "required" and finish_reason == "stop"):
-            finish_reason = "tool_calls"
-        num_reasoning_tokens = (
-            int(parser.count_reasoning_tokens(token_ids)) if self.reader.reads_reasoning else None
+        reads_reasoning = self.reader.reads_reasoning
+        return assemble(
+            content,
+            [ToolCall(call.name, call.arguments, call.id) for call in calls or ()],
+            reasoning,
+            finish_reason,
+            tool_choice=request.tool_choice,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reads_reasoning=reads_reasoning,
+            include_reasoning=bool(request.include_reasoning),
+            num_reasoning_tokens=int(parser.count_reasoning_tokens(token_ids)) if reads_reasoning else None,
+            make_id=lambda _index: f"chatcmpl-tool-{uuid4().hex[:16]}",
         )
-        return ReadAnswer(message, finish_reason, num_reasoning_tokens, bool(request.include_reasoning))
 
 
 def render_media(engine: Any, body: bytes) -> Any:

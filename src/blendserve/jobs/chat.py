@@ -1,7 +1,7 @@
 """Chats: messages and tools of a body, as the chat template and the reader of the answer take them.
 
-What only vLLM does, tools and reasoning, is shaped as vLLM's server shapes it before it renders: tool calls have their
-arguments as objects, tools the keys of its own class, reasoning both of its names.
+Tools and reasoning are shaped as vLLM's server shapes them before it renders: tool calls have their arguments as
+objects, tools the keys of its own class, reasoning both of its names.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from blendserve.engines.chat import ChatFeatures, forced_calls
 from blendserve.errors import RequestError
 from blendserve.jobs.body import invalid, require, shown, unsupported
 
-CHAT_PARAMETERS = (
-    "include_reasoning",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "tool_choice",
-    "tools",
+CHAT_PARAMETERS = frozenset(
+    {
+        "continue_final_message",
+        "documents",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "stop_in_reasoning",
+        "tool_choice",
+        "tools",
+    }
 )
 """parameters of a chat that only some engines can do"""
 
@@ -44,8 +50,11 @@ class Chat(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
     reading: bytes = b""
     """see `SamplingParams.chat`"""
+    forced_calls: str | None = None
+    """grammar that the content must follow"""
     media: bytes | None = None
     """JSON object of the request as vLLM's ChatCompletionRequest has it, if there are images, audio or video in it; the
     messages above then have a likeness of each, which is for planning"""
@@ -54,25 +63,24 @@ class Chat(NamedTuple):
 def parse_chat(
     values: dict[str, Any],
     template_kwargs: dict[str, Any] | None,
-    *,
-    extra_parameters: bool,
-    reads_tool_calls: bool,
+    features: ChatFeatures | None,
 ) -> Chat:
-    """The chat of a body.
-
-    `extra_parameters` takes tools, tool messages and `CHAT_PARAMETERS`; `reads_tool_calls` says whether calls can be
-    read out of an answer.
+    """The chat of a body. `features` None is text in, text out, without tools and `CHAT_PARAMETERS`.
 
     Raises:
         RequestError: it cannot be served.
     """
-    messages = _parse_messages(values, extra_parameters)
-    if not extra_parameters:
+    messages = _parse_messages(values, features)
+    if features is None:
         return Chat(messages, template_kwargs=template_kwargs)
     tools = _parse_tools(values.get("tools"))
-    choice = _parse_tool_choice(values.get("tool_choice"), tools, reads_tool_calls)
-    parallel = _boolean(values, "parallel_tool_calls")
-    include_reasoning = _boolean(values, "include_reasoning")
+    choice = _parse_tool_choice(values.get("tool_choice"), tools, features)
+    parallel = _boolean(values, "parallel_tool_calls", True)
+    include_reasoning = _boolean(values, "include_reasoning", True)
+    continue_final = _boolean(values, "continue_final_message", False)
+    if continue_final and values.get("add_generation_prompt") is not False:
+        raise invalid("continue_final_message", True, "'add_generation_prompt': false beside it")
+    documents = _parse_documents(values.get("documents"), template_kwargs)
     effort = values.get("reasoning_effort")
     if effort is not None and effort not in _EFFORTS:
         raise invalid("reasoning_effort", effort, f"one of {', '.join(_EFFORTS)}")
@@ -92,11 +100,38 @@ def parse_chat(
         reading["chat_template_kwargs"] = template_kwargs
     if values.get("add_generation_prompt") is False:
         reading["add_generation_prompt"] = False
+    if continue_final:
+        reading["continue_final_message"] = True
+    if features.stops_after_reasoning and _boolean(values, "stop_in_reasoning", False):
+        reading["stop_in_reasoning"] = True
     media = None
     if _has_media(values["messages"]):
         given = {name: value for name, value in reading.items() if name != "num_earlier_tool_calls"}
-        media = _dumped({**given, "messages": values["messages"]})
-    return Chat(messages, tools, _with_effort(template_kwargs, effort), _dumped(reading), media)
+        media = _dumped({**given, **documents, "messages": values["messages"]})
+    variables = {**(_with_effort(template_kwargs, effort) or {}), **documents}
+    return Chat(
+        messages,
+        tools,
+        variables or None,
+        continue_final,
+        _dumped(reading),
+        _forced_calls(tools, choice, features, parallel),
+        media,
+    )
+
+
+def _forced_calls(
+    tools: list[dict[str, Any]] | None, choice: Any, features: ChatFeatures, parallel: bool
+) -> str | None:
+    """The grammar of the calls that a choice forces, for engines that are constrained from here."""
+    if tools is None or choice in ("none", "auto") or features.call_format is None:
+        return None
+    named = [
+        tool
+        for tool in tools
+        if choice == "required" or tool["function"]["name"] == choice["function"]["name"]
+    ]
+    return forced_calls(features.call_format, named, is_single=choice != "required" or not parallel)
 
 
 def _with_effort(template_kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any] | None:
@@ -116,11 +151,28 @@ def _dumped(reading: dict[str, Any]) -> bytes:
         ) from None
 
 
-def _boolean(values: dict[str, Any], name: str) -> bool:
+def _boolean(values: dict[str, Any], name: str, default: bool) -> bool:
     value = values.get(name)
     if value is None or isinstance(value, bool):
-        return value is not False
+        return default if value is None else value
     raise invalid(name, value, "true or false")
+
+
+def _parse_documents(documents: Any, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The documents as the variable of the template that they are, if there are any."""
+    if documents is None or documents == []:
+        return {}
+    are_texts = isinstance(documents, list) and all(
+        isinstance(document, dict) and all(isinstance(text, str) for text in document.values())
+        for document in documents
+    )
+    if not are_texts:
+        raise invalid(
+            "documents", documents, 'a list of objects of strings, such as {"title": ..., "text": ...}'
+        )
+    if "documents" in (template_kwargs or {}):
+        raise invalid("documents", documents, "none, as there are some in 'chat_template_kwargs'")
+    return {"documents": documents}
 
 
 # -------- tools --------
@@ -173,7 +225,7 @@ def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": parsed}
 
 
-def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]] | None, reads_tool_calls: bool) -> Any:
+def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]] | None, features: ChatFeatures) -> Any:
     """Which tools may be called, checked against those there are."""
     if tools is None:
         if choice in (None, "none", "auto"):
@@ -191,24 +243,38 @@ def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]] | None, reads_to
         choice = {"type": "function", "function": {"name": name}}
     elif choice not in ("none", "auto", "required"):
         raise invalid("tool_choice", choice, '"none", "auto", "required" or a function')
-    if choice != "none" and not reads_tool_calls:
+    if choice != "none" and not features.reads_tool_calls:
         raise unsupported(
             "tool_choice",
             choice,
             'Add --enable-auto-tool-choice --tool-call-parser NAME to the command, or "tool_choice": "none" here.',
         )
+    if choice not in ("none", "auto") and not features.forces_tool_calls:
+        raise unsupported("tool_choice", choice, 'Use "auto", or run this line with --engine vllm.')
+    for index, tool in enumerate(tools):
+        if choice == "auto" and tool["function"].get("strict") and not features.holds_arguments:
+            raise unsupported(
+                f"tools[{index}].function.strict",
+                True,
+                'Leave it out, force a call with "tool_choice", or run this line with --engine vllm.',
+            )
     return choice
 
 
 # -------- messages --------
 
 
-def _parse_messages(values: dict[str, Any], with_tools: bool) -> list[dict[str, Any]]:
+def _parse_messages(values: dict[str, Any], features: ChatFeatures | None) -> list[dict[str, Any]]:
     messages = require(values, "messages", "Give the conversation as a list of {role, content} objects.")
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", messages, "a non-empty list of {role, content} objects")
-    parse = _parse_message_with_tools if with_tools else _parse_message
-    return [parse(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if features is None:
+        return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    media = _MEDIA if features.takes_media else ()
+    return [
+        _parse_message_with_tools(message, f"messages[{index}]", media)
+        for index, message in enumerate(messages)
+    ]
 
 
 def _parse_message(message: Any, where: str) -> dict[str, Any]:
@@ -227,12 +293,12 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
     content = require(message, "content", "Give the text of the message.", where)
     return {
         "role": "system" if role == "developer" else role,
-        "content": _text(content, f"{where}.content"),
+        "content": _parse_content(content, f"{where}.content"),
         **parsed,
     }
 
 
-def _parse_message_with_tools(message: Any, where: str) -> dict[str, Any]:
+def _parse_message_with_tools(message: Any, where: str, media: tuple[str, ...]) -> dict[str, Any]:
     """A message as vLLM's server gives it to a template; a developer's stays one."""
     roles = (*_ROLES, "tool")
     role = (
@@ -257,7 +323,7 @@ def _parse_message_with_tools(message: Any, where: str) -> dict[str, Any]:
         content = ""
     else:
         content = require(message, "content", "Give the text of the message.", where)
-    return {"role": role, "content": _text(content, f"{where}.content", _MEDIA), **parsed}
+    return {"role": role, "content": _parse_content(content, f"{where}.content", media), **parsed}
 
 
 def _parse_fields(
@@ -312,11 +378,8 @@ def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return parsed
 
 
-def _text(content: Any, where: str, media: tuple[str, ...] = ()) -> str:
-    """The text of a message; parts are joined by a line feed, as vLLM does for templates that take text.
-
-    Of parts of the types `media` only the identity counts.
-    """
+def _parse_content(content: Any, where: str, media: tuple[str, ...] = ()) -> str | list[dict[str, str]]:
+    """The text of a message, or its parts if there are several; those of the types `media` as texts that name them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -330,17 +393,18 @@ def _text(content: Any, where: str, media: tuple[str, ...] = ()) -> str:
             texts.append(f"{part_type} {_digest(part)}")
             continue
         if part_type != "text":
+            elsewhere = ", or run this line with --engine vllm" if part_type in _MEDIA else ""
             raise RequestError(
                 "unsupported_parameter",
                 f"'{where}[{index}]' is a part of type {shown(part_type)}, which is not supported. "
-                f"Use parts of type {', '.join(map(shown, ('text', *media)))}.",
+                f"Use parts of type {', '.join(map(shown, ('text', *media)))}{elsewhere}.",
                 param=f"{where}[{index}].type",
             )
         text = require(part, "text", "Give the text of the part.", f"{where}[{index}]")
         if not isinstance(text, str):
             raise invalid(f"{where}[{index}].text", text, "a string")
         texts.append(text)
-    return "\n".join(texts)
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def _has_media(messages: list[dict[str, Any]]) -> bool:

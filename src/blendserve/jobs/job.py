@@ -306,7 +306,8 @@ class Job:
                 )
             )
             return
-        adapter = self._prepared.requests.sampling_params(request).adapter
+        params = self._prepared.requests.sampling_params(request)
+        adapter = params.adapter
         line = success_line(
             row,
             answer.result,
@@ -314,6 +315,8 @@ class Job:
             num_prompt_tokens=answer.result[0].num_prompt_tokens
             or int(self._prepared.requests.prompt_tokens[request]),
             tokenizer=self._tokenizer,
+            prompt=self._prepared.requests.tokens[request].tolist() if params.echo else (),
+            echo=params.echo,
         )
         self._store.write_result(line)
         self.progress.completed += 1

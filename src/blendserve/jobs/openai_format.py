@@ -15,13 +15,15 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
 import orjson
 
+from blendserve.engines import EXTRA_PARAMETERS, EngineName
+from blendserve.engines.chat import ChatFeatures
 from blendserve.errors import RequestError
 from blendserve.jobs.body import invalid, require, shown
 from blendserve.jobs.chat import CHAT_PARAMETERS, parse_chat
@@ -41,6 +43,7 @@ URLS = (CHAT_URL, COMPLETIONS_URL)
 _MAX_N = 128
 _MAX_CUSTOM_ID_CHARACTERS = 1024
 _MAX_LOGPROBS = 20
+_MAX_LOGPROB_TOKEN_IDS = 128
 _MIN_LOGPROB = -9999.0
 """OpenAI's value for "very unlikely"; JSON has no -Infinity"""
 _ESCAPED_SEPARATORS = tuple(
@@ -135,12 +138,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "routed_experts_prompt_start": (0,),
     "repetition_detection": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "mm_payload": ("tensors",),
+    "return_mm_kwargs": (),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
+    "stop_in_reasoning": (True,),
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
@@ -157,27 +166,41 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Parameters of OpenAI or vLLM that cannot be honoured, with the values besides null that ask for nothing."""
 
-_EXTRA = (
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "logit_bias",
-    "presence_penalty",
-    "repetition_penalty",
-    "response_format",
-    "structured_outputs",
-    "thinking_token_budget",
-)
-"""Those of `_UNSUPPORTED` that some engines can do, beside `CHAT_PARAMETERS` in chats."""
+_ONLY_COMPLETIONS = frozenset({"echo"})
+"""Those of `_UNSUPPORTED` that no engine does in chats; those of `CHAT_PARAMETERS` are for chats alone."""
+_REMEDIES = {
+    "best_of": "Ask for 'n' completions with 'logprobs' and keep the best of them.",
+    "use_beam_search": "Ask for 'n' completions with 'logprobs' and keep the best of them.",
+}
+"""what to do instead of what no engine does"""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 """keys of 'structured_outputs' of which there is one"""
 _CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 _PARAMETERS = frozenset().union(*_HONOURED_BY_URL.values(), _IGNORED, _UNSUPPORTED)
+
+
+Support = Literal["yes", "no effect", "forwarded", "refused"]
+"""what becomes of a parameter: honoured; accepted, as it changes nothing about a completion; sent on, for a server to
+judge; an error of its line, unless its value asks for nothing"""
+
+
+def parameter_support(engine: EngineName, url: str) -> dict[str, Support]:
+    """What becomes of each parameter of OpenAI's and vLLM's requests to a url."""
+
+    def support(name: str) -> Support:
+        if engine in ("openai", "sglang"):
+            return "forwarded"
+        if name in _HONOURED_BY_URL[url] or engine in _engines_with(name, url):
+            return "yes"
+        return "no effect" if name in _IGNORED else "refused"
+
+    return {name: support(name) for name in sorted(_PARAMETERS)}
+
+
+def values_that_ask_for_nothing(name: str) -> tuple[Any, ...]:
+    """Those besides null that are accepted of a parameter that is refused otherwise."""
+    return _UNSUPPORTED.get(name, ())
 
 
 class Tokenizer(Protocol):
@@ -194,6 +217,7 @@ class Tokenizer(Protocol):
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation. Raises: RequestError."""
@@ -201,6 +225,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> Sequence[Sequence[int]]:
         """Token ids of each text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Text of the tokens, without special ones."""
         ...
 
     def token_text(self, token_id: int, /) -> str:
@@ -255,6 +283,7 @@ class Row:
     """expected output length, a hint"""
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     body: bytes | None = None
@@ -293,15 +322,15 @@ def read_rows(
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
     column_mapping: Mapping[str, str] | None = None,
     pass_through: bool = False,
-    extra_parameters: bool = False,
-    reads_tool_calls: bool = False,
+    extra_parameters: Set[str] = frozenset(),
+    chat_features: ChatFeatures | None = None,
 ) -> Iterator[Row | LineError]:
     """Every line of the sources that is not blank, in order.
 
     `output_tokens_field` names a body parameter that says how many tokens the output is expected to have. With
-    `pass_through` bodies are kept as they are, for a server to judge; with `extra_parameters` penalties, structured
-    outputs and the like are put into `SamplingParams.extra`, and tools into `SamplingParams.chat`, instead of refused;
-    `reads_tool_calls` says that tool calls can be read out of answers. For the other options see `sources.read_lines`.
+    `pass_through` bodies are kept as they are, for a server to judge. `extra_parameters` are those that the engine can
+    do beside what all engines can (see `engines.EXTRA_PARAMETERS`); others are refused. `chat_features` says what it
+    can do in chats. For the other options see `sources.read_lines`.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -320,7 +349,7 @@ def read_rows(
                 file=file,
                 pass_through=pass_through,
                 extra_parameters=extra_parameters,
-                reads_tool_calls=reads_tool_calls,
+                chat_features=chat_features,
             )
 
 
@@ -331,8 +360,8 @@ def parse_line(
     output_tokens_field: str | None = None,
     file: str | None = None,
     pass_through: bool = False,
-    extra_parameters: bool = False,
-    reads_tool_calls: bool = False,
+    extra_parameters: Set[str] = frozenset(),
+    chat_features: ChatFeatures | None = None,
 ) -> Row | LineError:
     """One line of a batch file, checked as far as that is possible without the model."""
     custom_id = None
@@ -351,7 +380,7 @@ def parse_line(
             len(content),
             pass_through,
             extra_parameters,
-            reads_tool_calls,
+            chat_features,
         )
     except RequestError as error:
         if custom_id is None and error.code == "invalid_json_line" and isinstance(content, bytes):
@@ -457,8 +486,8 @@ def _parse_row(
     file: str | None,
     num_bytes: int,
     pass_through: bool,
-    extra_parameters: bool,
-    reads_tool_calls: bool,
+    extra_parameters: Set[str],
+    chat_features: ChatFeatures | None,
 ) -> Row:
     if unknown := next((name for name in envelope if name not in ENVELOPE_KEYS), None):
         raise RequestError(
@@ -489,7 +518,7 @@ def _parse_row(
         num_bytes=num_bytes,
         pass_through=pass_through,
         extra_parameters=extra_parameters,
-        reads_tool_calls=reads_tool_calls,
+        chat_features=chat_features,
     )
 
 
@@ -503,8 +532,8 @@ def row_of_body(
     file: str | None = None,
     num_bytes: int = 0,
     pass_through: bool = False,
-    extra_parameters: bool = False,
-    reads_tool_calls: bool = False,
+    extra_parameters: Set[str] = frozenset(),
+    chat_features: ChatFeatures | None = None,
 ) -> Row:
     """The row of a request body, for one of `URLS`.
 
@@ -521,7 +550,9 @@ def row_of_body(
     if pass_through:
         return _pass_through_row(line, custom_id, url, values, output_tokens_field, file, num_bytes)
     chat = url == CHAT_URL
-    _check_names(values, url, output_tokens_field, _extra_names(chat) if extra_parameters else ())
+    if chat_features is None:
+        extra_parameters = extra_parameters - CHAT_PARAMETERS
+    _check_names(values, url, output_tokens_field, extra_parameters)
     if body.present("max_tokens") and body.present("max_completion_tokens"):
         raise RequestError(
             "invalid_request",
@@ -530,13 +561,8 @@ def row_of_body(
         )
     max_tokens = body.integer("max_tokens", 1) or (body.integer("max_completion_tokens", 1) if chat else None)
     template_kwargs = body.mapping("chat_template_kwargs")
-    conversation = (
-        parse_chat(
-            values, template_kwargs, extra_parameters=extra_parameters, reads_tool_calls=reads_tool_calls
-        )
-        if chat
-        else None
-    )
+    conversation = parse_chat(values, template_kwargs, chat_features) if chat else None
+    forced_calls = None if conversation is None else conversation.forced_calls
     return Row(
         line=line,
         custom_id=custom_id,
@@ -548,7 +574,7 @@ def row_of_body(
             body,
             chat,
             max_tokens,
-            _parse_extra(body) if extra_parameters else b"",
+            b"" if values.keys().isdisjoint(extra_parameters) else _parse_extra(body, forced_calls),
             b"" if conversation is None else conversation.reading,
         ),
         max_tokens=max_tokens,
@@ -556,6 +582,7 @@ def row_of_body(
         output_tokens=body.integer(output_tokens_field, 0) if output_tokens_field else None,
         add_special_tokens=body.boolean("add_special_tokens", not chat),
         add_generation_prompt=body.boolean("add_generation_prompt", True),
+        continue_final_message=conversation is not None and conversation.continue_final_message,
         tools=None if conversation is None else conversation.tools,
         chat_template_kwargs=template_kwargs if conversation is None else conversation.template_kwargs,
         media=None if conversation is None else conversation.media,
@@ -629,24 +656,27 @@ def _likeness(values: dict[str, Any]) -> str | list[int]:
     return "\n".join(parts)
 
 
-def _extra_names(chat: bool) -> tuple[str, ...]:
-    return _EXTRA + CHAT_PARAMETERS if chat else _EXTRA
+def _engines_with(name: str, url: str) -> list[EngineName]:
+    """The engines that can do one of `_UNSUPPORTED` in requests to a url."""
+    if name in (_ONLY_COMPLETIONS if url == CHAT_URL else CHAT_PARAMETERS):
+        return []
+    return [engine for engine, names in EXTRA_PARAMETERS.items() if name in names]
 
 
-def _check_names(
-    values: dict[str, Any], url: str, output_tokens_field: str | None, extra: Sequence[str]
-) -> None:
+def _check_names(values: dict[str, Any], url: str, output_tokens_field: str | None, extra: Set[str]) -> None:
     honoured = _HONOURED_BY_URL[url]
     for name, value in values.items():
-        if name in honoured or name in _IGNORED or name == output_tokens_field or name in extra:
+        if name in honoured or name in _IGNORED or name == output_tokens_field:
             continue
         if name in _UNSUPPORTED:
-            if value is None or value in _UNSUPPORTED[name]:
+            engines = _engines_with(name, url)
+            if value is None or value in _UNSUPPORTED[name] or (engines and name in extra):
                 continue
-            where = "with --engine vllm" if name in _extra_names(url == CHAT_URL) else "elsewhere"
+            where = " or ".join(f"--engine {engine}" for engine in engines)
+            remedy = f"Remove '{name}' or run this line {f'with {where}' if where else 'elsewhere'}."
             raise RequestError(
                 "unsupported_parameter",
-                f"'{name}': {shown(value)} is not supported. Remove '{name}' or run this line {where}.",
+                f"'{name}': {shown(value)} is not supported. {_REMEDIES.get(name, remedy)}",
                 param=name,
             )
         other_url = next((other for other, names in _HONOURED_BY_URL.items() if name in names), None)
@@ -670,6 +700,15 @@ def _parse_sampling_params(
             raise invalid("top_logprobs", top_logprobs, "'logprobs': true beside it")
     else:
         logprobs = body.integer("logprobs", 0, _MAX_LOGPROBS)
+    labels = tuple(body.token_ids("logprob_token_ids"))
+    if len(labels) > _MAX_LOGPROB_TOKEN_IDS:
+        raise invalid("logprob_token_ids", len(labels), f"at most {_MAX_LOGPROB_TOKEN_IDS} token ids")
+    if labels and logprobs is None:
+        raise invalid("logprob_token_ids", labels, "'logprobs' beside it")
+    echo = body.boolean("echo")
+    prompt_logprobs = body.integer("prompt_logprobs", 0, _MAX_LOGPROBS)
+    if echo and prompt_logprobs is None:
+        prompt_logprobs = logprobs
     min_tokens = body.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid("min_tokens", min_tokens, f"at most 'max_tokens', which is {max_tokens}")
@@ -686,12 +725,15 @@ def _parse_sampling_params(
         min_tokens=min_tokens,
         skip_special_tokens=body.boolean("skip_special_tokens", True),
         logprobs=logprobs,
+        logprob_token_ids=labels,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
         extra=extra,
         chat=reading,
     )
 
 
-def _parse_extra(body: _Body) -> bytes:
+def _parse_extra(body: _Body, forced_calls: str | None = None) -> bytes:
     """`SamplingParams.extra` of a body; what is as by default is left out, so that equal requests have equal ones."""
     extra: dict[str, Any] = {}
     for name in ("presence_penalty", "frequency_penalty"):
@@ -708,16 +750,20 @@ def _parse_extra(body: _Body) -> bytes:
         extra["bad_words"] = words
     if body.present("allowed_token_ids"):
         extra["allowed_token_ids"] = body.token_ids("allowed_token_ids")
+        if not extra["allowed_token_ids"]:
+            raise invalid("allowed_token_ids", [], "at least one token id")
     if (budget := body.integer("thinking_token_budget", 0)) is not None:
         extra["thinking_token_budget"] = budget
-    if (constraint := _parse_constraint(body)) is not None:
+    if (constraint := _parse_constraint(body, forced_calls)) is not None:
         extra["structured_outputs"] = constraint
     return orjson.dumps(extra, option=orjson.OPT_SORT_KEYS) if extra else b""
 
 
-def _parse_constraint(body: _Body) -> dict[str, Any] | None:
+def _parse_constraint(body: _Body, forced_calls: str | None) -> dict[str, Any] | None:
     """What the output must look like, in the terms of vLLM's `structured_outputs`."""
     found: dict[str, dict[str, Any]] = {}
+    if forced_calls is not None:
+        found["tool_choice"] = {"grammar": forced_calls}
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if body.present(name):
             found[name] = {name.removeprefix("guided_"): body.value(name)}
@@ -886,8 +932,12 @@ def success_line(
     model: str,
     num_prompt_tokens: int,
     tokenizer: Tokenizer,
+    prompt: Sequence[int] = (),
+    echo: bool = False,
 ) -> bytes:
     """The line of the output file for a row with all its completions, in sample order.
+
+    `prompt` has its token ids where `echo` or the log probabilities of a prompt need them.
 
     The prompt counts once however many completions share it, and so do its cached tokens: they are those of
     the completion that found least in the cache, the one that computed the prompt for the others. The answer of a
@@ -906,16 +956,23 @@ def success_line(
     if completions[0].num_reasoning_tokens is not None:
         num_reasoning_tokens = sum(completion.num_reasoning_tokens or 0 for completion in completions)
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-    body = {
+    prompt_logprobs = completions[0].prompt_logprobs
+    told = None if prompt_logprobs is None else _prompt_logprobs(prompt_logprobs, tokenizer)
+    echoed = _Echo(tokenizer.decode(prompt), prompt, prompt_logprobs) if echo else None
+    body: dict[str, Any] = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": [
-            _choice(index, completion, chat, tokenizer) for index, completion in enumerate(completions)
+            _choice(index, completion, chat, tokenizer, echoed)
+            for index, completion in enumerate(completions)
         ],
         "usage": usage,
     }
+    if told is not None:
+        for part in (body,) if chat else body["choices"]:
+            part["prompt_logprobs"] = told
     return _result_line(row.custom_id, 200, body)
 
 
@@ -973,7 +1030,17 @@ def _result_line(custom_id: str | None, status_code: int, body: dict[str, Any]) 
     return line
 
 
-def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
+class _Echo(NamedTuple):
+    """The prompt, to be told in front of an output."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[TokenLogprob] | None
+
+
+def _choice(
+    index: int, completion: Completion, chat: bool, tokenizer: Tokenizer, echo: _Echo | None
+) -> dict[str, Any]:
     logprobs = completion.logprobs
     choice: dict[str, Any] = {"index": index}
     if chat:
@@ -984,8 +1051,8 @@ def _choice(index: int, completion: Completion, chat: bool, tokenizer: Tokenizer
         }
         choice["logprobs"] = None if logprobs is None else _chat_logprobs(logprobs, tokenizer)
     else:
-        choice["text"] = completion.text
-        choice["logprobs"] = None if logprobs is None else _completions_logprobs(logprobs, tokenizer)
+        choice["text"] = completion.text if echo is None else echo.text + completion.text
+        choice["logprobs"] = None if logprobs is None else _completions_logprobs(logprobs, tokenizer, echo)
     choice["finish_reason"] = completion.finish_reason
     choice["stop_reason"] = completion.stop_reason
     return choice
@@ -1008,7 +1075,48 @@ def _chat_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def _completions_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+def _prompt_logprobs(
+    logprobs: list[TokenLogprob], tokenizer: Tokenizer
+) -> list[dict[str, dict[str, Any]] | None]:
+    """By token id, as vLLM's server tells them; of the first token there are none."""
+    places: list[dict[str, dict[str, Any]] | None] = [None]
+    for token in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
+        places.append(
+            {
+                str(token_id): {
+                    "logprob": _finite(logprob),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": tokenizer.token_text(token_id),
+                }
+                for token_id, logprob in {token.token_id: token.logprob, **dict(token.top)}.items()
+            }
+        )
+    return places
+
+
+def _completions_logprobs(
+    logprobs: list[TokenLogprob], tokenizer: Tokenizer, echo: _Echo | None
+) -> dict[str, Any]:
+    found = _output_logprobs(logprobs, tokenizer)
+    if echo is None or echo.logprobs is None:
+        return found
+    before = _output_logprobs(echo.logprobs, tokenizer)
+    first = tokenizer.token_text(echo.token_ids[0])
+    length = len(first) + sum(map(len, before["tokens"]))
+    return {
+        "tokens": [first, *before["tokens"], *found["tokens"]],
+        "token_logprobs": [None, *before["token_logprobs"], *found["token_logprobs"]],
+        "top_logprobs": [None, *before["top_logprobs"], *found["top_logprobs"]],
+        "text_offset": [
+            0,
+            *(len(first) + offset for offset in before["text_offset"]),
+            *(length + offset for offset in found["text_offset"]),
+        ],
+    }
+
+
+def _output_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
     tokens = [tokenizer.token_text(token.token_id) for token in logprobs]
     offsets, offset = [], 0
     for text in tokens:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from blendserve.errors import ConfigError, RequestError
@@ -80,6 +81,7 @@ def prepare(
     strict: bool = False,
     fill_context: bool = False,
     adapters: Mapping[str, str] | None = None,
+    check_params: Callable[[SamplingParams], None] = lambda _params: None,
 ) -> Prepared:
     """Check, render and encode the lines of a job.
 
@@ -89,12 +91,13 @@ def prepare(
     Lines that bring no seed get one from `seed` and their custom_id. Rows with a `body` to forward are one request
     each, and their lengths are for planning only: it is the server that refuses what it cannot serve. With
     `fill_context` a `max_tokens` that is missing or too large for the context means to the end of it, whatever the url.
-    `adapters` are LoRA adapters, path by name: a line whose model is one of them runs with it.
+    `adapters` are LoRA adapters, path by name: a line whose model is one of them runs with it. `check_params` raises
+    a RequestError for what the engine cannot do.
 
     Raises:
         ConfigError: `strict`, and a line cannot run.
     """
-    builder = _TableBuilder(tokenizer, max_model_len, seed, fill_context)
+    builder = _TableBuilder(tokenizer, max_model_len, seed, fill_context, check_params)
     admission = _Admission(served_model_name, any_model, endpoint, adapters or {})
     errors = LineErrors()
     num_lines = num_done = 0
@@ -236,8 +239,16 @@ def _sampling_seed(job_seed: int, row: Row, sample: int) -> int:
 class _TableBuilder:
     """Grows the columns of a `RequestTable` without a Python object per request."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, seed: int, fill_context: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        seed: int,
+        fill_context: bool,
+        check_params: Callable[[SamplingParams], None],
+    ) -> None:
         self._tokenizer = tokenizer
+        self._check_params = check_params
         self._seed = seed
         self._fill_context = fill_context
         self._max_model_len = max_model_len
@@ -295,6 +306,7 @@ class _TableBuilder:
                 row.chat,
                 tools=row.tools,
                 add_generation_prompt=row.add_generation_prompt,
+                continue_final_message=row.continue_final_message,
                 chat_template_kwargs=row.chat_template_kwargs,
             )
         if row.body is None and len(text) > _MAX_TOKEN_CHARACTERS * self._max_model_len:
@@ -312,6 +324,7 @@ class _TableBuilder:
             self._append_forwarded(row, row.body, id_number, prompt)
             return
         max_tokens = self._checked_max_tokens(row, prompt)
+        self._check_params(row.params)
         params = row.params
         ends_at_max_tokens = params.ignore_eos and not params.stop and not params.stop_token_ids
         declared_tokens = max_tokens if ends_at_max_tokens else min(row.output_tokens or 0, max_tokens)
@@ -360,6 +373,11 @@ class _TableBuilder:
         shared = params if params.seed is None else replace(params, seed=None)
         params_index = self._params.setdefault(shared, len(self._params))
         for sample in range(n):
+            if (
+                sample == 1 and shared.prompt_logprobs is not None
+            ):  # those of the first sample are those of all
+                others = replace(shared, prompt_logprobs=None)
+                params_index = self._params.setdefault(others, len(self._params))
             self._row_index.append(row_index)
             self._sample_index.append(sample)
             self._params_index.append(params_index)
@@ -375,7 +393,7 @@ class _TableBuilder:
         name = _prompt_name(row)
         if not len(prompt):
             raise RequestError("invalid_request", f"'{name}' has no tokens. Give at least one.", param=name)
-        for param, token_ids in (("prompt", prompt), ("stop_token_ids", row.params.stop_token_ids)):
+        for param, token_ids in (("prompt", prompt), *_token_ids_of(row.params)):
             if token_ids and max(token_ids) >= vocab_size:
                 raise invalid(
                     param, max(token_ids), f"token ids below {vocab_size}, the size of the vocabulary"
@@ -442,6 +460,16 @@ class _TableBuilder:
             num_lines=num_lines,
             num_done=num_done,
         )
+
+
+def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Sequence[int]]]:
+    """Parameters that name tokens, with these."""
+    yield "stop_token_ids", params.stop_token_ids
+    yield "logprob_token_ids", params.logprob_token_ids
+    if params.extra:
+        extra = orjson.loads(params.extra)
+        yield "allowed_token_ids", extra.get("allowed_token_ids", ())
+        yield "logit_bias", [*map(int, extra.get("logit_bias", ()))]
 
 
 def _prompt_name(row: Row) -> str:

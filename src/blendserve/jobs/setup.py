@@ -125,11 +125,12 @@ class JobConfig:
             "max_model_len": self.engine.max_model_len,
             "seed": self.seed,
         }
-        if self.engine.forwards:
-            parameters["base_url"] = self.engine.base_url
+        if self.engine.is_remote:  # servers of a pool may come and go
+            urls = self.engine.base_urls
+            parameters["base_url"] = urls[0] if len(urls) == 1 else "several"
         if self.engine.load_format != "auto":
             parameters["load_format"] = self.engine.load_format
-        if self.engine.engine == "vllm":
+        if self.engine.engine in ("vllm", "sglang") or self.engine.output_engine_args:
             parameters["engine_args"] = self.engine.output_engine_args
         if self.engine.engine == "simulated":
             parameters["output_tokens_field"] = self.source.output_tokens_field
@@ -200,7 +201,7 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
         ConfigError: they cannot be had.
     """
     source = config.source
-    if config.engine.forwards:
+    if config.engine.is_remote:
         return remote_model(source.model, served_model_name=source.served_model_name)
     return resolve_model(
         source.model,
@@ -210,15 +211,17 @@ def find_model(config: JobConfig, on_progress: Callable[[str], None]) -> ModelFi
     )
 
 
-def open_tokenizer(files: ModelFiles) -> Tokenizer | ApproximateTokenizer:
+def open_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Tokenizer | ApproximateTokenizer:
     """The model's tokenizer, or where that is on a server one that is good enough for planning."""
-    return ApproximateTokenizer() if files.folder is None else Tokenizer(files.folder)
+    if files.folder is None:
+        return ApproximateTokenizer()
+    return Tokenizer(files.folder, trust_remote_code=trust_remote_code)
 
 
 def _names_no_model(config: JobConfig) -> bool:
     """Whether it is left to the lines which of a server's models they run on."""
     source = config.source
-    return config.engine.forwards and source.model is None and source.served_model_name is None
+    return config.engine.is_remote and source.model is None and source.served_model_name is None
 
 
 def plan_job(
@@ -236,7 +239,7 @@ def plan_job(
     Raises:
         ConfigError: an option, the input or the saved plan does not fit.
     """
-    tokenizer = open_tokenizer(files)
+    tokenizer = open_tokenizer(files, trust_remote_code=config.engine.trust_remote_code)
     cost_model = config.engine.cost_model(files)
     source = config.source
     rows = read_rows(
@@ -246,7 +249,7 @@ def plan_job(
         column_mapping=source.column_mapping,
         pass_through=config.engine.forwards,
         extra_parameters=config.engine.extra_parameters,
-        reads_tool_calls=config.engine.reads_tool_calls,
+        chat_features=config.engine.chat_features,
     )
     prepared = prepare(
         rows if order is None else _noted(rows, order),
@@ -261,6 +264,7 @@ def plan_job(
         strict=source.strict,
         on_progress=on_progress,
         adapters=config.engine.lora_modules,
+        check_params=config.engine.check_params,
     )
     if not prepared.num_lines:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""Data parallel: the requests of a plan divided over replicas, with equal work and equal density each."""
+"""Data parallel: the requests of a plan divided over replicas, each with its share of the work and equal density."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numba
@@ -26,8 +27,8 @@ class Partition:
         return np.flatnonzero(self.rank_of == rank).astype(np.int32)
 
 
-def partition(plan: Plan, num_replicas: int) -> Partition:
-    """Cut the plan's order into parts of equal work and equal density.
+def partition(plan: Plan, num_replicas: int, weights: Sequence[float] | None = None) -> Partition:
+    """Cut the plan's order into parts of equal density, and of equal work or of work in proportion to `weights`.
 
     Each part is one run from the left end of what is left of the order and one from the right end, taken in turns so
     that the part's density follows the whole job's, until it has its share of the work. Only the prefixes at the cuts
@@ -41,18 +42,20 @@ def partition(plan: Plan, num_replicas: int) -> Partition:
     compute += costs.decode_compute_s(plan.output_tokens_est[order])
     memory = costs.memory_s(prompt, plan.output_tokens_est[order])
     rank_of = np.empty(plan.num_requests, dtype=np.int32)
-    rank_of[order] = _cut(compute, memory, num_replicas)
+    weight = np.ones(num_replicas) if weights is None else np.asarray(weights, dtype=np.float64)
+    rank_of[order] = _cut(compute, memory, weight / weight[::-1].cumsum()[::-1])
     return Partition(rank_of, num_replicas, _lost_tokens(plan, rank_of, num_replicas))
 
 
 @numba.njit(cache=True, nogil=True)
-def _cut(compute, memory, num_replicas):  # type: ignore[no-untyped-def]
-    """[n] rank of each position of the order."""
+def _cut(compute, memory, shares):  # type: ignore[no-untyped-def]
+    """[n] rank of each position of the order; `shares` [num_replicas] are of what the ranks before have left."""
     rank_of = np.empty(len(compute), np.int32)
+    num_replicas = len(shares)
     left, right = 0, len(compute) - 1
     compute_left, memory_left = compute.sum(), memory.sum()
     for rank in range(num_replicas):
-        share = 1.0 / (num_replicas - rank)
+        share = shares[rank]
         compute_share, memory_share = compute_left * share, memory_left * share
         taken_compute, taken_memory = 0.0, 0.0
         while left <= right:

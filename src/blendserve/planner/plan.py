@@ -205,7 +205,7 @@ class Plan:
                 f"{path} has plan format {meta.get('format')}, expected {PLAN_FORMAT}; make the plan again"
             )
         if len(order.requests) != len(requests) or meta["signature"] != cls._signature(
-            PromptOrder.of(requests.tokens, requests.adapter_index)
+            PromptOrder.of(requests.tokens, requests.prefix_groups)
         ):
             raise PlanError(
                 f"{path} was made for other requests; make the plan again with `blendserve plan --save`"
@@ -223,7 +223,7 @@ class Plan:
 
 def make_plan(requests: RequestTable, cost_model: CostModel, config: PlanConfig = PlanConfig()) -> Plan:
     """Plan a job: prefix tree, requests to sample, first estimates, order."""
-    order = PromptOrder.of(requests.tokens, requests.adapter_index)
+    order = PromptOrder.of(requests.tokens, requests.prefix_groups)
     return _assemble(order, requests, cost_model, config, None, None)
 
 

@@ -34,18 +34,22 @@ class PromptOrder:
     """[num_requests] tokens that the prompt at a rank shares with the one before it; 0 at rank 0"""
 
     @classmethod
-    def of(cls, tokens: PromptTokens, apart: Ints | None = None) -> PromptOrder:
+    def of(cls, tokens: PromptTokens, groups: Ints | None = None) -> PromptOrder:
         """Sort prompts; O(total tokens + n log n).
 
-        Those with different numbers in `apart` [num_requests] share nothing, as prompts of different LoRA adapters,
-        whose KV differs.
+        Those with different numbers in `groups` [num_requests] share nothing, as prompts of different LoRA adapters,
+        whose KV differs; those with -1 share nothing at all.
         """
         order = np.arange(len(tokens), dtype=np.int32)
         if len(order) == 0:
             return cls(order, order.copy())
-        members = [order] if apart is None else [order[apart == number] for number in np.unique(apart)]
+        if groups is None:
+            members, alone = [order], order[:0]
+        else:
+            members = [order[groups == number] for number in np.unique(groups[groups >= 0])]
+            alone = order[groups < 0]
         common = [_sort_prompts(tokens.data, tokens.starts, tokens.lengths, group) for group in members]
-        return cls(np.concatenate(members), np.concatenate(common))
+        return cls(np.concatenate([*members, alone]), np.concatenate([*common, np.zeros_like(alone)]))
 
 
 @dataclass(slots=True)

@@ -131,6 +131,16 @@ class Window:
         return self.num_unfinished - self.num_running
 
     @property
+    def waiting_requests(self) -> Ints:
+        """[num_waiting] requests not admitted, never or not again."""
+        return np.flatnonzero(self._state == WAITING).astype(np.int32)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that an engine step is taken to last."""
+        return float(self._pace[0] / self._pace[1])
+
+    @property
     def prefill_backlog(self) -> int:
         """Prompt tokens to compute in the engine, per engine step until the next tick."""
         steps = max(self._prefilled_at - self._engine_steps, 0.0)
@@ -241,14 +251,10 @@ class Window:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    @property
-    def _step_s(self) -> float:
-        return float(self._pace[0] / self._pace[1])
-
     def _advance(self, now_s: float, engine_steps: int | None) -> None:
         self._counts_steps = engine_steps is not None
         if engine_steps is None:
-            self._engine_steps += (now_s - self.clock_s) / self._step_s
+            self._engine_steps += (now_s - self.clock_s) / self.step_s
         else:
             self._engine_steps = float(engine_steps)
         self.clock_s = now_s

@@ -50,21 +50,46 @@ def test_a_setting_that_is_none_is_refused(setting: str) -> None:
         parse_engine_args(None, [setting])
 
 
-@pytest.mark.parametrize("engine", ["native", "openai"])
 @pytest.mark.parametrize(
-    ("name", "value", "flag"),
+    ("engine", "name", "value", "flag"),
     [
-        ("engine_args", {"seed": 1}, "--engine-arg seed"),
-        ("tool_call_parser", "hermes", "--tool-call-parser"),
-        ("enable_auto_tool_choice", True, "--enable-auto-tool-choice"),
-        ("reasoning_parser", "qwen3", "--reasoning-parser"),
-        ("lora_modules", {"a": "b"}, "--lora-modules"),
+        *(
+            (engine, *option)
+            for engine in ("native", "openai", "simulated")
+            for option in (
+                ("engine_args", {"seed": 1}, "--engine-arg seed"),
+                ("lora_modules", {"a": "b"}, "--lora-modules"),
+            )
+        ),
+        *(
+            (engine, *option)
+            for engine in ("openai", "simulated")
+            for option in (
+                ("tool_call_parser", "hermes", "--tool-call-parser"),
+                ("enable_auto_tool_choice", True, "--enable-auto-tool-choice"),
+                ("reasoning_parser", "qwen3", "--reasoning-parser"),
+            )
+        ),
     ],
 )
-def test_options_of_vllm_are_for_vllm_alone(engine: Any, name: str, value: Any, flag: str) -> None:
+def test_options_of_vllm_are_for_those_that_have_them(engine: Any, name: str, value: Any, flag: str) -> None:
     url = "http://localhost/v1" if engine == "openai" else None
     with pytest.raises(ConfigError, match=f"{flag} is for --engine vllm"):
         EngineConfig(engine=engine, base_url=url, **{name: value}).check()
+
+
+def test_parsers_of_the_native_engine() -> None:
+    EngineConfig(enable_auto_tool_choice=True, tool_call_parser="mistral", reasoning_parser="qwen3").check()
+    with pytest.raises(
+        ConfigError, match="--tool-call-parser does nothing without --enable-auto-tool-choice"
+    ):
+        EngineConfig(tool_call_parser="hermes").check()
+    with pytest.raises(ConfigError, match=r"--tool-call-parser hermez: .* did you mean hermes"):
+        EngineConfig(enable_auto_tool_choice=True, tool_call_parser="hermez").check()
+    with pytest.raises(
+        ConfigError, match=r"--reasoning-parser glm45: .* it has deepseek_r1, qwen3.*--engine vllm"
+    ):
+        EngineConfig(reasoning_parser="glm45").check()
 
 
 @pytest.mark.parametrize(
@@ -119,5 +144,16 @@ def test_without_vllm_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_arguments_that_change_outputs_belong_to_the_job() -> None:
     config = EngineConfig(engine="vllm", engine_args={"quantization": "fp8", "gpu_memory_utilization": 0.8})
     assert config.output_engine_args == {"quantization": "fp8"}
+    config = EngineConfig(engine="vllm", quantization="awq", trust_remote_code=True)
+    assert config.vllm_args == {"quantization": "awq", "trust_remote_code": True}
+    assert config.output_engine_args == {"quantization": "awq"}
+    assert EngineConfig(engine="vllm").vllm_args == {}
+
+
+@pytest.mark.parametrize("engine", ["native", "simulated", "openai"])
+def test_quantized_weights_are_for_vllm(engine: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--quantization awq is for --engine vllm.*\.gguf"):
+        EngineConfig(engine=engine, quantization="awq").check()
     read = EngineConfig(engine="vllm", reasoning_parser="qwen3", lora_modules={"a": "b"})
     assert read.output_engine_args == {"reasoning_parser": "qwen3", "lora_modules": {"a": "b"}}
+    assert EngineConfig(reasoning_parser="qwen3").output_engine_args == {"reasoning_parser": "qwen3"}

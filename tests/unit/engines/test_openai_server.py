@@ -13,7 +13,17 @@ import orjson
 import pytest
 
 from blendserve.cost_model import CostModel, HardwareSpec
-from blendserve.engines.openai_server import OpenAIServer, _Answer, _failure, _retry_after_s
+from blendserve.engines.openai_api import (
+    Answer,
+    ConcurrencyLimit,
+    ServerFacts,
+    failure_of,
+    llamacpp_facts,
+    retry_after_s,
+    sglang_facts,
+    vllm_facts,
+)
+from blendserve.engines.openai_server import OpenAIServer
 from blendserve.engines.retry import Backoff
 from blendserve.errors import ConfigError, EngineError
 from blendserve.planner.plan import make_plan
@@ -46,7 +56,7 @@ def open_server() -> Iterator[OpenServer]:
                 "max_model_len": 1000,
                 "backoff": QUICK,
             }
-            engine = OpenAIServer(base_url, COST_MODEL, **(settings | options))
+            engine = OpenAIServer([base_url], COST_MODEL, **(settings | options))
             stack.callback(engine.close)
             return engine
 
@@ -94,6 +104,13 @@ PASSING = [
     "reset",
     "retry-after",
 ]
+
+
+def test_headers_that_come_late_are_waited_for(open_server: OpenServer) -> None:
+    with running(FakeOpenAI({"late": ["late-headers"]})) as server:
+        results = run(open_server(server.base_url), a_job(["late", "good"]))
+    assert all(isinstance(result, Completion) for result in results.values())
+    assert server.attempts == {"late": 1, "good": 1}
 
 
 def test_faults_that_pass_cost_attempts_and_nothing_else(open_server: OpenServer) -> None:
@@ -155,14 +172,14 @@ def test_retry_after_is_waited_for(open_server: OpenServer) -> None:
     ids=["whole", "fraction", "in an hour", "an hour ago"],
 )
 def test_retry_after_is_a_number_of_seconds_or_a_date(header: str, low: float, high: float) -> None:
-    seconds = _retry_after_s(_Answer(429, {"retry-after": header}, b""))
+    seconds = retry_after_s(Answer(429, {"retry-after": header}, b""))
     assert seconds is not None
     assert low <= seconds <= high
 
 
 @pytest.mark.parametrize("header", ["nan", "inf", "-1", "soon", ""])
 def test_a_retry_after_that_makes_no_sense_is_ignored(header: str) -> None:
-    assert _retry_after_s(_Answer(429, {"retry-after": header}, b"")) is None
+    assert retry_after_s(Answer(429, {"retry-after": header}, b"")) is None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +199,7 @@ def test_a_retry_after_that_makes_no_sense_is_ignored(header: str) -> None:
     ],
 )
 def test_errors_of_every_shape_are_read(content: bytes, code: str, message: str) -> None:
-    failure = _failure(_Answer(400, {}, content))
+    failure = failure_of(Answer(400, {}, content))
     assert (failure.code, failure.message, failure.status_code) == (code, message, 400)
 
 
@@ -194,13 +211,16 @@ def test_a_rate_limit_is_met_with_patience(open_server: OpenServer) -> None:
 
 
 def test_an_answer_that_never_comes_is_asked_for_again(open_server: OpenServer) -> None:
-    with running(FakeOpenAI({"slow": ["slow"], "slower": ["slow"] * 9})) as server:
-        results = run(open_server(server.base_url, request_timeout_s=2.0), a_job(["slow", "slower", "good"]))
+    with running(FakeOpenAI({"slow": ["slow"], "slower": ["slow"] * 9, "stalled": ["stalled"]})) as server:
+        results = run(
+            open_server(server.base_url, request_timeout_s=2.0), a_job(["slow", "slower", "stalled", "good"])
+        )
     assert isinstance(results[0], Completion)
     slower = results[1]
     assert isinstance(slower, Failure)
     assert (slower.code, slower.status_code) == ("request_timeout", 504)
     assert isinstance(results[2], Completion)
+    assert isinstance(results[3], Completion)
 
 
 @pytest.mark.parametrize("fault", [401, 403, "quota", "redirect"])
@@ -346,3 +366,117 @@ def test_no_thread_and_no_task_is_left(open_server: OpenServer) -> None:
 def test_requests_without_their_text_cannot_be_forwarded(open_server: OpenServer) -> None:
     with running(FakeOpenAI()) as server, pytest.raises(EngineError, match="as they were written"):
         run(open_server(server.base_url), request_table([[1, 2]]))
+
+
+def test_less_is_sent_at_a_time_to_a_server_that_refuses(open_server: OpenServer) -> None:
+    """Without that, each of 64 requests would be refused again and again."""
+    requests = a_job([f"{index}" for index in range(64)])
+    with running(FakeOpenAI(latency_s=0.02, most_in_flight=4)) as server:
+        results = run(open_server(server.base_url, max_concurrency=64), requests)
+    assert all(isinstance(result, Completion) for result in results.values())
+    assert server.num_refused < 128
+
+
+def test_a_limit_falls_once_per_round_and_grows_again() -> None:
+    limit = ConcurrencyLimit(100)
+    limit._in_flight = 99
+    sent_s = time.monotonic()
+    limit.refused(sent_s)
+    assert limit.now == 70
+    for _ in range(30):  # sent before it fell
+        limit.refused(sent_s)
+    assert limit.now == 70
+    for _ in range(75):
+        limit.succeeded()
+    assert limit.now == 71
+    for _ in range(100 * 30):
+        limit.succeeded()
+    assert limit.now == 100
+    limit.restart()
+    for _ in range(69):
+        limit.succeeded()
+    assert limit.now == 70, "one more per answer until it is where it was refused"
+
+
+def test_places_go_to_whoever_came_first_and_come_back_from_those_who_leave() -> None:
+    async def scenario() -> list[int]:
+        limit, order = ConcurrencyLimit(1), []
+
+        async def take(number: int) -> None:
+            await limit.acquire()
+            order.append(number)
+            await asyncio.sleep(0)
+            limit.release()
+
+        tasks = [asyncio.create_task(take(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await take(9)
+        return order
+
+    assert asyncio.run(scenario()) == [0, 1, 3, 4, 9]
+
+
+VLLM_METRICS = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_cpu_blocks="None",num_gpu_blocks="1025"} 1.0
+vllm:num_requests_running{engine="0"} 0.0
+"""
+
+
+def test_what_servers_tell_of_themselves_is_read() -> None:
+    assert vllm_facts(VLLM_METRICS) == ServerFacts("vllm", 32768, 32)
+    two = VLLM_METRICS + VLLM_METRICS.replace('engine="0"', 'engine="1"')
+    assert vllm_facts(two).kv_capacity_tokens == 65536
+    assert vllm_facts(VLLM_METRICS.replace("1025", "None")) == ServerFacts("vllm")
+    info = {
+        "max_total_num_tokens": 4096,
+        "page_size": 1,
+        "schedule_policy": "lpm",
+        "internal_states": [{"effective_max_running_requests_per_dp": 8}],
+    }
+    assert sglang_facts(info) == ServerFacts("sglang", 4096, 1, 8, "lpm")
+    assert sglang_facts(["?"]) == sglang_facts({"internal_states": [None]}) == ServerFacts("sglang")
+    props = {"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4}
+    assert llamacpp_facts(props) == ServerFacts("llamacpp", 2048, 1, 4)
+    assert llamacpp_facts(None) == ServerFacts("llamacpp")
+
+
+@pytest.mark.parametrize(
+    ("owner", "path", "page", "tokens"),
+    [
+        ("vllm", "/metrics", VLLM_METRICS, 32768),
+        ("sglang", "/server_info", {"max_total_num_tokens": 4096}, 4096),
+        ("sglang", "/get_server_info", {"max_total_num_tokens": 4096}, 4096),
+        ("llamacpp", "/props", {"default_generation_settings": {"n_ctx": 2048}}, 2048),
+        ("somebody", "/metrics", VLLM_METRICS, 0),
+        ("vllm", "/elsewhere", VLLM_METRICS, 0),
+    ],
+)
+def test_the_memory_of_a_server_is_what_it_says(
+    open_server: OpenServer, owner: str, path: str, page: Any, tokens: int
+) -> None:
+    pages = {"/v1/models": {"object": "list", "data": [{"id": "m", "owned_by": owner}]}, path: page}
+    with running(FakeOpenAI(pages=pages)) as server:
+        engine = open_server(server.base_url, kv_capacity_tokens=None)
+        assert engine.kv_capacity_tokens == (tokens or COST_MODEL.kv_capacity_tokens)
+        assert open_server(server.base_url, kv_capacity_tokens=77).kv_capacity_tokens == 77
+
+
+def test_a_server_with_an_order_of_its_own_is_warned_of(open_server: OpenServer) -> None:
+    pages = {
+        "/v1/models": {"data": [{"owned_by": "sglang"}]},
+        "/server_info": {"schedule_policy": "lpm"},
+    }
+    with (
+        running(FakeOpenAI(pages=pages)) as server,
+        pytest.warns(UserWarning, match="--schedule-policy fcfs"),
+    ):
+        open_server(server.base_url)
+
+
+def test_an_error_that_repeats_the_key_is_told_without_it() -> None:
+    content = b'{"error": {"message": "sk-secret may not do this", "code": "forbidden_model"}}'
+    failure = failure_of(Answer(404, {}, content), "sk-secret")
+    assert failure.message == "[api key] may not do this"

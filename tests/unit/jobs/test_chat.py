@@ -6,6 +6,8 @@ import numpy as np
 import orjson
 import pytest
 
+from blendserve.engines import EXTRA_PARAMETERS, EngineConfig
+from blendserve.engines.chat import ChatFeatures
 from blendserve.jobs.openai_format import LineError, PreparedRow, Row, parse_line, success_line
 from blendserve.jobs.prepare import Prepared, prepare
 from blendserve.planner.prefix_tree import PrefixTree, PromptOrder
@@ -18,6 +20,10 @@ WEATHER = {
 }
 TIME = {"type": "function", "function": {"name": "time", "description": "now", "strict": True}}
 HELLO = [{"role": "user", "content": "hi"}]
+VLLM = ChatFeatures(reads_tool_calls=True, forces_tool_calls=True, holds_arguments=True, takes_media=True)
+NATIVE = ChatFeatures(
+    reads_tool_calls=True, forces_tool_calls=True, call_format="hermes", stops_after_reasoning=True
+)
 
 
 def line(custom_id: str = "r", **body: Any) -> bytes:
@@ -26,12 +32,13 @@ def line(custom_id: str = "r", **body: Any) -> bytes:
     return orjson.dumps(envelope)
 
 
-def parse(*, reads_tool_calls: bool = True, **body: Any) -> Row | LineError:
-    return parse_line(1, line(**body), extra_parameters=True, reads_tool_calls=reads_tool_calls)
+def parse(features: ChatFeatures | None = VLLM, **body: Any) -> Row | LineError:
+    engine = "native" if features is not None and features.stops_after_reasoning else "vllm"
+    return parse_line(1, line(**body), extra_parameters=EXTRA_PARAMETERS[engine], chat_features=features)
 
 
-def row_of(**body: Any) -> Row:
-    row = parse(**body)
+def row_of(features: ChatFeatures | None = VLLM, **body: Any) -> Row:
+    row = parse(features, **body)
     assert isinstance(row, Row), row
     return row
 
@@ -82,11 +89,100 @@ def test_tool_choices(given: dict[str, Any], expected: Any) -> None:
 
 
 def test_calls_that_nobody_would_read_are_refused() -> None:
-    error = parse(reads_tool_calls=False, tools=[WEATHER])
+    blind = VLLM._replace(reads_tool_calls=False)
+    error = parse(blind, tools=[WEATHER])
     assert isinstance(error, LineError)
     assert (error.code, error.param) == ("unsupported_parameter", "tool_choice")
     assert "--tool-call-parser" in error.message
-    assert isinstance(parse(reads_tool_calls=False, tools=[WEATHER], tool_choice="none"), Row)
+    assert isinstance(parse(blind, tools=[WEATHER], tool_choice="none"), Row)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_calls_that_cannot_be_forced_name_the_engine_that_can(choice: Any) -> None:
+    error = parse(NATIVE._replace(forces_tool_calls=False), tools=[WEATHER], tool_choice=choice)
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "tool_choice")
+    assert "--engine vllm" in error.message
+
+
+def test_forced_calls_are_a_constraint() -> None:
+    def grammar(choice: Any, **body: Any) -> str:
+        extra = orjson.loads(row_of(NATIVE, tools=[WEATHER, TIME], tool_choice=choice, **body).params.extra)
+        return str(extra["structured_outputs"]["grammar"])
+
+    required = grammar("required")
+    assert required.startswith('start: call ("\\n" call)*\ncall: call_0 | call_1\n')
+    assert grammar("required", parallel_tool_calls=False).startswith("start: call\ncall: call_0 | call_1\n")
+    named = grammar({"type": "function", "function": {"name": "time"}})
+    assert named.startswith("start: call\ncall: call_0\n")
+    assert "weather" not in named
+    assert row_of(NATIVE, tools=[WEATHER], tool_choice="auto").params.extra == b""
+    assert row_of(VLLM, tools=[WEATHER], tool_choice="required").params.extra == b""  # vLLM sees to it
+    error = parse(NATIVE, tools=[WEATHER], tool_choice="required", response_format={"type": "json_object"})
+    assert isinstance(error, LineError)
+    assert "tool_choice and response_format are both set" in error.message
+
+
+def test_arguments_that_cannot_be_held_to_a_schema_name_the_engine_that_can() -> None:
+    error = parse(NATIVE, tools=[WEATHER, TIME])
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "tools[1].function.strict")
+    assert "--engine vllm" in error.message
+    assert isinstance(parse(NATIVE, tools=[WEATHER, TIME], tool_choice="none"), Row)
+
+
+@pytest.mark.parametrize("part_type", ["image_url", "input_audio", "video_url"])
+def test_media_that_cannot_be_taken_name_the_engine_that_can(part_type: str) -> None:
+    error = parse(NATIVE, messages=[{"role": "user", "content": [{"type": part_type, part_type: {}}]}])
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "messages[0].content[0].type")
+    assert "--engine vllm" in error.message
+
+
+def test_what_engines_can_do_in_chats() -> None:
+    options: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    assert EngineConfig(engine="native", **options).chat_features == NATIVE
+    assert EngineConfig(engine="native").chat_features == ChatFeatures(stops_after_reasoning=True)
+    mistral = EngineConfig(enable_auto_tool_choice=True, tool_call_parser="mistral").chat_features
+    assert mistral == NATIVE._replace(forces_tool_calls=False, call_format="mistral")
+    assert EngineConfig(engine="vllm", **options).chat_features == VLLM
+    assert EngineConfig(engine="simulated").chat_features is None
+
+
+def test_documents_are_a_variable_of_the_template() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    row = row_of(NATIVE, documents=documents, chat_template_kwargs={"mood": "calm"})
+    assert row.chat_template_kwargs == {"mood": "calm", "documents": documents}
+    assert reading(row) == {"chat_template_kwargs": {"mood": "calm"}}
+    assert row_of(NATIVE, documents=[]).params == row_of(NATIVE).params
+    rich = row_of(**with_image(documents=documents))
+    assert rich.media is not None
+    assert orjson.loads(rich.media)["documents"] == documents
+
+
+def test_the_final_message_can_be_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well"}]
+    row = row_of(NATIVE, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert (row.continue_final_message, row.add_generation_prompt) == (True, False)
+    assert not row_of(NATIVE, continue_final_message=False).continue_final_message
+
+
+def test_stop_strings_count_in_reasoning_where_asked_for() -> None:
+    assert reading(row_of(NATIVE, stop=["x"], stop_in_reasoning=True)) == {"stop_in_reasoning": True}
+    assert reading(row_of(NATIVE, stop_in_reasoning=False)) == {}
+    # vLLM knows no difference, so only what it does anyway can be asked of it.
+    assert reading(row_of(VLLM, stop_in_reasoning=True)) == {}
+    error = parse(VLLM, stop_in_reasoning=False)
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "stop_in_reasoning")
+
+
+def test_texts_of_several_parts_are_left_to_the_template() -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": None}, {"type": "text", "text": "b"}]
+    (message,) = row_of(NATIVE, messages=[{"role": "user", "content": parts}]).chat or ()
+    assert message["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (alone,) = row_of(NATIVE, messages=[{"role": "user", "content": parts[:1]}]).chat or ()
+    assert alone["content"] == "a"
 
 
 def test_what_asks_for_nothing_leaves_nothing() -> None:
@@ -172,6 +268,11 @@ def call(**fields: Any) -> dict[str, Any]:
         ({"include_reasoning": 1}, "include_reasoning"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"documents": ["text"]}, "documents"),
+        ({"documents": [{"text": 3}]}, "documents"),
+        ({"documents": [{"text": "x"}], "chat_template_kwargs": {"documents": []}}, "documents"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [call()]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning"),
@@ -211,7 +312,7 @@ def test_media_are_kept_as_they_are_and_planned_by_their_identity() -> None:
     assert one.chat == same.chat
     assert one.chat != other.chat
     assert one.chat is not None
-    assert one.chat[0]["content"].endswith("\nWhat is it?")
+    assert one.chat[0]["content"][1] == {"type": "text", "text": "What is it?"}
     rich = row_of(**with_image(tools=[WEATHER], reasoning_effort="low"))
     assert rich.media is not None
     assert orjson.loads(rich.media).keys() == {"messages", "tools", "tool_choice", "reasoning_effort"}
@@ -229,7 +330,7 @@ def test_parts_that_vllm_does_not_read_are_refused(part_type: Any) -> None:
 def test_each_request_finds_the_media_of_its_row() -> None:
     bodies = [{}, with_image(url="a", n=2), {}, with_image(url="b")]
     rows = (
-        parse_line(number, line(f"r{number}", **body), extra_parameters=True)
+        parse_line(number, line(f"r{number}", **body), chat_features=VLLM)
         for number, body in enumerate(bodies, start=1)
     )
     requests = prepare(rows, ApproximateTokenizer(), served_model_name="m", max_model_len=1000).requests
@@ -250,6 +351,8 @@ def test_each_request_finds_the_media_of_its_row() -> None:
         {"tool_choice": "required"},
         {"reasoning_effort": "low"},
         {"include_reasoning": False},
+        {"documents": [{"text": "x"}]},
+        {"continue_final_message": True},
         {"thinking_token_budget": 3},
     ],
 )
@@ -304,12 +407,12 @@ def test_a_line_runs_with_the_adapter_that_it_names() -> None:
 
 def test_adapters_share_no_prefix() -> None:
     requests = prepared_for(["base", "sql", "base", "sql", "base"], adapters={"sql": "./sql"}).requests
-    assert requests.adapter_index is not None
-    assert requests.adapter_index.tolist() == [0, 1, 0, 1, 0]
-    order = PromptOrder.of(requests.tokens, requests.adapter_index)
+    assert requests.prefix_groups is not None
+    assert requests.prefix_groups.tolist() == [0, 1, 0, 1, 0]
+    order = PromptOrder.of(requests.tokens, requests.prefix_groups)
     assert order.requests.tolist() == [0, 2, 4, 1, 3]
     length = int(requests.prompt_tokens[0])
     assert order.common.tolist() == [0, length, length, 0, length]
     tree = PrefixTree.build(order, requests.prompt_tokens)
     assert tree.num_unique_units == 2 * length
-    assert prepared_for(["sql", "sql"], adapters={"sql": "./sql"}).requests.adapter_index is None
+    assert prepared_for(["sql", "sql"], adapters={"sql": "./sql"}).requests.prefix_groups is None

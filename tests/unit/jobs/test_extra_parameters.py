@@ -5,19 +5,24 @@ from typing import Any
 import orjson
 import pytest
 
+from blendserve.engines import EXTRA_PARAMETERS, EngineName
 from blendserve.jobs.openai_format import LineError, Row, parse_line
+from blendserve.jobs.sources import CHAT_URL, COMPLETIONS_URL
+from blendserve.request import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def parse(*, extra_parameters: bool = True, **body: Any) -> Row | LineError:
+def parse(*, engine: EngineName = "vllm", url: str = COMPLETIONS_URL, **body: Any) -> Row | LineError:
     line = {
         "custom_id": "r",
         "method": "POST",
-        "url": "/v1/completions",
-        "body": {"prompt": "hi", **body},
+        "url": url,
+        "body": {"prompt": "hi", **body}
+        if url == COMPLETIONS_URL
+        else {"messages": [{"role": "user", "content": "hi"}], **body},
     }
-    return parse_line(1, orjson.dumps(line), extra_parameters=extra_parameters)
+    return parse_line(1, orjson.dumps(line), extra_parameters=EXTRA_PARAMETERS[engine])
 
 
 GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -42,18 +47,22 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("engine", ["native", "vllm"])
 @pytest.mark.parametrize(("body", "expected"), GOOD)
-def test_an_engine_that_can_gets_them_in_its_terms(body: dict[str, Any], expected: dict[str, Any]) -> None:
-    row = parse(**body)
+def test_an_engine_that_can_gets_them_in_its_terms(
+    body: dict[str, Any], expected: dict[str, Any], engine: EngineName
+) -> None:
+    row = parse(engine=engine, **body)
     assert isinstance(row, Row), row
     assert orjson.loads(row.params.extra) == expected
 
 
 @pytest.mark.parametrize(("body", "expected"), GOOD)
 def test_others_refuse_them_by_name(body: dict[str, Any], expected: dict[str, Any]) -> None:
-    error = parse(extra_parameters=False, **body)
+    error = parse(engine="simulated", **body)
     assert isinstance(error, LineError)
     assert (error.code, error.param in body) == ("unsupported_parameter", True)
+    assert "with --engine native or --engine vllm" in error.message
 
 
 def test_what_asks_for_nothing_leaves_nothing() -> None:
@@ -80,6 +89,7 @@ def test_what_asks_for_nothing_leaves_nothing() -> None:
         ({"bad_words": [""]}, "bad_words"),
         ({"bad_words": "word"}, "bad_words"),
         ({"allowed_token_ids": ["1"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
@@ -97,14 +107,50 @@ def test_what_no_engine_can_do_is_refused_at_once(body: dict[str, Any], param: s
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("body", "param", "remedy"),
     [
-        ({"structured_outputs": {"jsom": SCHEMA}}, "structured_outputs.jsom"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"structured_outputs": {"jsom": SCHEMA}}, "structured_outputs.jsom", "json, regex"),
+        ({"tools": [{"type": "function"}]}, "tools", "elsewhere"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "with --engine native."),
+        ({"echo": True}, "echo", "with --engine native."),
+        ({"suffix": "x"}, "suffix", "elsewhere"),
+        ({"best_of": 2}, "best_of", "Ask for 'n' completions"),
     ],
 )
-def test_what_is_not_passed_on_is_still_refused_by_name(body: dict[str, Any], param: str) -> None:
+def test_what_is_not_passed_on_is_still_refused_by_name(
+    body: dict[str, Any], param: str, remedy: str
+) -> None:
     error = parse(**body)
     assert isinstance(error, LineError)
     assert (error.code, error.param) == ("unsupported_parameter", param)
+    assert remedy in error.message
+
+
+def test_what_completions_alone_can_is_refused_in_chats() -> None:
+    error = parse(engine="native", url=CHAT_URL, echo=True)
+    assert isinstance(error, LineError)
+    assert (error.code, error.param) == ("unsupported_parameter", "echo")
+
+
+def test_log_probabilities_of_prompts_and_of_named_tokens() -> None:
+    def params(**body: Any) -> SamplingParams:
+        row = parse(engine="native", **body)
+        assert isinstance(row, Row), row
+        return row.params
+
+    assert params(prompt_logprobs=2).prompt_logprobs == 2
+    assert params(prompt_logprobs=2).logprobs is None
+    assert params(echo=True).prompt_logprobs is None
+    assert params(echo=True, logprobs=3).prompt_logprobs == 3
+    assert params(echo=True, logprobs=3, prompt_logprobs=0).prompt_logprobs == 0
+    assert params(logprobs=0, logprob_token_ids=[5, 6]).logprob_token_ids == (5, 6)
+    assert params(url=CHAT_URL, logprobs=True, logprob_token_ids=[5]).logprob_token_ids == (5,)
+    for body, param in (
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprobs": 1, "logprob_token_ids": [*range(129)]}, "logprob_token_ids"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+    ):
+        error = parse(engine="native", **body)
+        assert isinstance(error, LineError), body
+        assert (error.code, error.param) == ("invalid_request", param)

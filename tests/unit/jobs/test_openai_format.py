@@ -31,7 +31,7 @@ class ToyTokenizer:
 
     vocab_size = 257
 
-    def render_chat(self, messages, *, tools=None, add_generation_prompt=True, chat_template_kwargs=None):
+    def render_chat(self, messages, *, add_generation_prompt=True, chat_template_kwargs=None, **_options):
         if any("unrenderable" in message["content"] for message in messages):
             raise RequestError("invalid_request", "the template refuses", param="messages")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -39,6 +39,9 @@ class ToyTokenizer:
 
     def encode_batch(self, texts, *, add_special_tokens):
         return [[256] * add_special_tokens + list(text.encode()) for text in texts]
+
+    def decode(self, token_ids):
+        return bytes(token_id for token_id in token_ids if token_id < 256).decode()
 
     def token_text(self, token_id):
         return self.token_bytes(token_id).decode(errors="replace")
@@ -329,7 +332,10 @@ def test_chat_row():
         custom_id="a",
         url=CHAT_URL,
         model="m",
-        chat=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "a\nb"}],
+        chat=[
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
         prompt=None,
         params=SamplingParams(
             temperature=0.0,
@@ -547,9 +553,9 @@ def completion(text="hi", **fields):
     return Completion(token_ids=list(text.encode()), text=text, finish_reason="stop", **fields)
 
 
-def result_of(url, *completions):
+def result_of(url, *completions, **prompt):
     row = PreparedRow(1, "a", url, len(completions))
-    line = success_line(row, completions, model="m", num_prompt_tokens=10, tokenizer=ToyTokenizer())
+    line = success_line(row, completions, model="m", num_prompt_tokens=10, tokenizer=ToyTokenizer(), **prompt)
     assert line.endswith(b"}\n")
     assert line.count(b"\n") == 1
     return orjson.loads(line)
@@ -594,6 +600,56 @@ def test_completions_result_is_openais_shape():
     assert choice.logprobs.text_offset == [0, 1]
     assert result["response"]["body"]["choices"][0]["stop_reason"] == "x"
     assert body.usage.prompt_tokens_details.cached_tokens == 4
+
+
+PROMPT_LOGPROBS = [TokenLogprob(98, -3.0, ((99, -1.0),)), TokenLogprob(99, -math.inf, ((99, -0.5),))]
+
+
+def test_log_probabilities_of_the_prompt_have_the_shape_of_vllms_server():
+    expected = [
+        None,
+        {
+            "98": {"logprob": -3.0, "rank": None, "decoded_token": "b"},
+            "99": {"logprob": -1.0, "rank": 1, "decoded_token": "c"},
+        },
+        {"99": {"logprob": -0.5, "rank": 1, "decoded_token": "c"}},
+    ]
+    completions = [completion(prompt_logprobs=PROMPT_LOGPROBS), completion("other")]
+    chat = result_of(CHAT_URL, *completions)["response"]["body"]
+    assert chat["prompt_logprobs"] == expected
+    body = result_of(COMPLETIONS_URL, *completions)["response"]["body"]
+    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [expected, expected]
+    assert "prompt_logprobs" not in body
+    assert "prompt_logprobs" not in result_of(COMPLETIONS_URL, completion())["response"]["body"]["choices"][0]
+
+
+def test_an_echo_is_the_prompt_in_front_of_each_output():
+    prompt = list(b"abc")
+    logprobs = [TokenLogprob(104, -0.1, ()), TokenLogprob(105, -0.2, ())]
+    completions = [
+        completion(logprobs=logprobs, prompt_logprobs=PROMPT_LOGPROBS),
+        completion("d", logprobs=[]),
+    ]
+    body = result_of(COMPLETIONS_URL, *completions, prompt=prompt, echo=True)["response"]["body"]
+    first, second = body["choices"]
+    assert (first["text"], second["text"]) == ("abchi", "abcd")
+    assert first["logprobs"]["tokens"] == ["a", "b", "c", "h", "i"]
+    assert first["logprobs"]["token_logprobs"] == [None, -3.0, -9999.0, -0.1, -0.2]
+    assert first["logprobs"]["top_logprobs"][:2] == [None, {"c": -1.0, "b": -3.0}]
+    assert first["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert second["logprobs"]["tokens"] == ["a", "b", "c"]
+    plain = result_of(COMPLETIONS_URL, completion(), prompt=[256, *prompt], echo=True)["response"]["body"]
+    assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == ("abchi", None)
+
+
+def test_n_completions_tell_the_prompts_log_probabilities_once():
+    line = line_bytes({"n": 3, "prompt_logprobs": 1}, COMPLETIONS_URL)
+    prepared = prepare_rows(parse_line(1, line, extra_parameters=frozenset({"prompt_logprobs"})))
+    assert [params.prompt_logprobs for params in map(prepared.requests.sampling_params, range(3))] == [
+        1,
+        None,
+        None,
+    ]
 
 
 def test_what_other_readers_take_for_the_end_of_a_line_is_escaped():

@@ -4,6 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from blendserve.engines.native.executor import TorchExecutor
 from blendserve.scheduling.batch import Batch
 from tests.workload import COST_MODEL
@@ -21,8 +24,8 @@ class SeveralModels:
     def _marking(launch: Any, index: int) -> Any:
         return lambda batch: launch(replace(batch, num_prefill_tokens=index))
 
-    def follow(self, batch: Batch) -> None:
-        self.executors[batch.num_prefill_tokens].follow(batch)
+    def follow(self, batch: Batch, scored: NDArray[np.int64]) -> None:
+        self.executors[batch.num_prefill_tokens].follow(batch, scored)
 
 
 def open_several(models: list[tuple[Path, dict[str, Any]]], *, tokenizer: Any, ranks: Any) -> Any:

@@ -16,6 +16,8 @@ from torch import Tensor
 from blendserve.engines.native import attention as attention_module
 from blendserve.engines.native import kernels
 from blendserve.engines.native.attention import (
+    LLAMA_RULES,
+    AttentionRules,
     KernelAttention,
     KVShape,
     PagedAttention,
@@ -56,7 +58,7 @@ def make_batch(num_computed: list[int], num_tokens: list[int], block_size: int, 
 
 def rope_table(head_dim: int, num_positions: int = 1024) -> tuple[Tensor, Tensor]:
     angles = torch.arange(num_positions)[:, None] * 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    return angles.cos(), angles.sin()
+    return angles.cos()[None], angles.sin()[None]
 
 
 def run(attention: PagedAttention, batch: Batch, qkv_of_rows: list[Tensor]) -> Tensor:
@@ -77,9 +79,13 @@ def run(attention: PagedAttention, batch: Batch, qkv_of_rows: list[Tensor]) -> T
     return output
 
 
-def expected(shape: KVShape, batch: Batch, qkv_of_rows: list[Tensor]) -> Tensor:
+def expected(
+    shape: KVShape, batch: Batch, qkv_of_rows: list[Tensor], rules: AttentionRules = LLAMA_RULES
+) -> Tensor:
     """Plain softmax in fp64, a row and a head at a time."""
-    cosine, sine = (table.double() for table in rope_table(shape.head_dim))
+    cosine, sine = (table[0].double() for table in rope_table(shape.head_dim))
+    scale = shape.head_dim**-0.5 if rules.scale is None else rules.scale
+    [window] = rules.windows or (None,)
     outputs = []
     for qkv, start, count in zip(qkv_of_rows, batch.num_computed, batch.num_tokens, strict=True):
         heads = qkv.double().view(len(qkv), -1, shape.head_dim)
@@ -89,24 +95,28 @@ def expected(shape: KVShape, batch: Batch, qkv_of_rows: list[Tensor]) -> Tensor:
         result = []
         for head in range(shape.num_heads):
             kv_head = shape.num_heads + head // shape.heads_per_kv_head
-            scores = rotated[start : start + count, head] @ rotated[:, kv_head].T * shape.head_dim**-0.5
+            scores = rotated[start : start + count, head] @ rotated[:, kv_head].T * scale
+            if rules.soft_cap is not None:
+                scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
             hidden = torch.ones(count, len(qkv)).triu(int(start) + 1).bool()
+            if window is not None:
+                hidden |= torch.ones(count, len(qkv)).tril(int(start) - window).bool()
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             result.append(weights @ heads[:, kv_head + shape.num_kv_heads])
         outputs.append(torch.cat(result, dim=-1))
     return torch.cat(outputs)
 
 
-def check(shape: KVShape, batch: Batch, backend: str) -> None:
+def check(shape: KVShape, batch: Batch, backend: str, rules: AttentionRules = LLAMA_RULES) -> None:
     torch.manual_seed(0)
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     totals = batch.num_computed + batch.num_tokens
     qkv_of_rows = [torch.randn(int(total), width).to(shape.dtype) for total in totals]
-    attention = make_attention(shape, rope_table(shape.head_dim), backend)
+    attention = make_attention(shape, rope_table(shape.head_dim), backend, rules)
     for pages in attention.keys + attention.values:
         pages.fill_(torch.nan)
     output = run(attention, batch, qkv_of_rows)
-    error = (output - expected(shape, batch, qkv_of_rows)).abs().max().item()
+    error = (output - expected(shape, batch, qkv_of_rows, rules)).abs().max().item()
     assert error <= TOLERANCE[shape.dtype]
 
 
@@ -149,6 +159,32 @@ def test_backends_compute_attention(
     check(shape, batch, backend)
 
 
+RULES = [
+    AttentionRules(windows=(1,)),
+    AttentionRules(windows=(20,)),
+    AttentionRules(windows=(100,), soft_cap=2.0),
+    AttentionRules(scale=0.1, soft_cap=3.0),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [4, 32])
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 4, 256)])
+def test_rules_of_other_models(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rules: AttentionRules,
+    block_size: int,
+    backend: str,
+    dtype: torch.dtype,
+) -> None:
+    batch = make_batch(*MIXED, block_size)
+    num_blocks = int(batch.block_tables.max()) + 1
+    check(KVShape(1, num_heads, num_kv_heads, head_dim, num_blocks, block_size, dtype), batch, backend, rules)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 80)), min_size=1, max_size=6),
@@ -158,6 +194,7 @@ def test_backends_compute_attention(
     num_threads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
     variant=st.sampled_from(VARIANTS),
+    rules=st.sampled_from([LLAMA_RULES, *RULES]),
 )
 def test_the_kernels_cope_with_any_batch(
     rows: list[tuple[int, int]],
@@ -167,6 +204,7 @@ def test_the_kernels_cope_with_any_batch(
     num_threads: int,
     dtype: torch.dtype,
     variant: str,
+    rules: AttentionRules,
 ) -> None:
     num_computed, num_tokens = (list(column) for column in zip(*rows, strict=True))
     batch = make_batch(num_computed, num_tokens, block_size)
@@ -178,7 +216,7 @@ def test_the_kernels_cope_with_any_batch(
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv(kernels.CHOICE_VARIABLE, variant)
-            check(shape, batch, "c")
+            check(shape, batch, "c", rules)
     finally:
         torch.set_num_threads(before)
 
@@ -206,7 +244,8 @@ def test_vectors_of_other_machines(
     for block_size in (4, 16, 32):
         batch = make_batch(*MIXED, block_size)
         num_blocks = int(batch.block_tables.max()) + 1
-        check(KVShape(1, 9, 3, 48, num_blocks, block_size, dtype), batch, "c")
+        for rules in (LLAMA_RULES, RULES[2]):
+            check(KVShape(1, 9, 3, 48, num_blocks, block_size, dtype), batch, "c", rules)
 
 
 @needs_x86

@@ -33,12 +33,13 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("unit_offset", [False, True])
 def test_add_rms_norm(
-    ops: dict[torch.dtype, kernels.Kernels], num_rows: int, size: int, dtype: torch.dtype
+    ops: dict[torch.dtype, kernels.Kernels], unit_offset: bool, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     residual, delta = (torch.randn(num_rows, size).to(dtype) for _ in range(2))
-    norm = RMSNorm(torch.randn(size).to(dtype), 1e-5)
+    norm = RMSNorm(torch.randn(size).to(dtype), 1e-5, unit_offset)
     ours, reference = residual.clone(), residual.clone()
     close(ops[dtype].add_rms_norm(ours, delta, norm), TorchOps().add_rms_norm(reference, delta, norm))
     assert torch.equal(ours, reference), "the sum that the next layer starts from is rounded alike"
@@ -49,15 +50,16 @@ def test_add_rms_norm(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_silu_mul(
-    ops: dict[torch.dtype, kernels.Kernels], num_rows: int, size: int, dtype: torch.dtype
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_activations(
+    ops: dict[torch.dtype, kernels.Kernels], name: str, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     gate_up = (torch.randn(num_rows, 2 * size) * 20).to(dtype)
     gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -3e38])
-    # torch rounds silu to bf16 before it multiplies; ours has one rounding less.
-    expected = TorchOps().silu_mul(gate_up.float()).to(dtype)
-    close(ops[dtype].silu_mul(gate_up), expected)
+    # torch rounds to bf16 before it multiplies; ours has one rounding less.
+    expected = getattr(TorchOps(), name)(gate_up.float()).to(dtype)
+    close(getattr(ops[dtype], name)(gate_up), expected)
 
 
 def test_what_is_not_a_number_stays_so(ops: dict[torch.dtype, kernels.Kernels]) -> None:
@@ -65,6 +67,7 @@ def test_what_is_not_a_number_stays_so(ops: dict[torch.dtype, kernels.Kernels]) 
     gate_up = torch.ones(2, 64)
     gate_up[0, 40] = torch.nan
     assert ops[torch.float32].silu_mul(gate_up).isnan().sum(1).tolist() == [1, 0]
+    assert ops[torch.float32].gelu_mul(gate_up).isnan().sum(1).tolist() == [1, 0]
     norm = RMSNorm(torch.ones(64), 1e-5)
     normalised = ops[torch.float32].add_rms_norm(gate_up[:, :64].contiguous(), None, norm)
     assert normalised.isnan().all(1).tolist() == [True, False]

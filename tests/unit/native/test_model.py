@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from blendserve.engines.native.attention import KVShape, PagedAttention, StepLayout, make_attention
-from blendserve.engines.native.model import LlamaModel, ModelConfig
+from blendserve.engines.native.model import LlamaModel, ModelConfig, Rope
 from blendserve.errors import ModelError
 from blendserve.models import ModelFiles, ModelSpec
 from blendserve.scheduling.batch import Batch
@@ -28,7 +30,54 @@ KINDS = {
     "mistral-multi-query": ("mistral", {"num_key_value_heads": 1}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "smollm3": ("smollm3", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+WINDOW = {"sliding_window": 24, "use_sliding_window": True}
+VARIANTS = {
+    "llama-dynamic-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-of-all-keys": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": YARN
+            | {"beta_fast": 8, "beta_slow": 2, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False},
+        },
+    ),
+    "llama-yarn-of-a-given-amplitude": ("llama", {"rope_parameters": YARN | {"attention_factor": 0.8}}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2-tied-window": ("qwen2", WINDOW | {"max_window_layers": 1, "tie_word_embeddings": True}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3-biased-window": (
+        "qwen3",
+        WINDOW | {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3-biased-window": ("smollm3", WINDOW | {"attention_bias": True, "mlp_bias": True}),
+    "smollm3-no-rope": ("smollm3", {"no_rope_layers": [0, 1], "tie_word_embeddings": True}),
+    "gemma2-tied-uncapped": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": True},
+    ),
+    "gemma2-biased": ("gemma2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "gemma3-tied-scaled-rope": (
+        "gemma3",
+        {
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+"""what configs of these architectures may ask for"""
 NUM_BLOCKS = 600
 
 
@@ -87,7 +136,7 @@ def make_cache(config: ModelConfig, dtype: torch.dtype, block_size: int, backend
         block_size,
         dtype,
     )
-    attention = make_attention(shape, config.rope_table(), backend)
+    attention = make_attention(shape, config.rope_tables(), backend, config.attention_rules)
     for pages in attention.keys + attention.values:
         pages.fill_(torch.nan)  # what nobody wrote must not be read
     return attention
@@ -115,8 +164,9 @@ def check_against_transformers(
     block_size: int,
     backend: str,
     chunks: list[int],
+    config: ModelConfig | None = None,
 ) -> None:
-    config = ModelConfig.from_folder(folder)
+    config = config or ModelConfig.from_folder(folder)
     model = LlamaModel.load(folder, config, dtype)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
@@ -149,7 +199,8 @@ def checkpoints(
 ) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        name: make_tiny_model(kind, root / name, **overrides) for name, (kind, overrides) in KINDS.items()
+        name: make_tiny_model(kind, root / name, **overrides)
+        for name, (kind, overrides) in (KINDS | VARIANTS).items()
     }
 
 
@@ -169,7 +220,7 @@ def sharing_sequences(vocab_size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "c"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | VARIANTS)
 def test_logits_agree_with_transformers(checkpoints: dict[str, Path], kind: str, backend: str) -> None:
     check_against_transformers(
         checkpoints[kind],
@@ -181,13 +232,58 @@ def test_logits_agree_with_transformers(checkpoints: dict[str, Path], kind: str,
     )
 
 
+UNIFORM = {"windows": (None, None)}
+NO_TURNS = {"ropes": (Rope("none"), Rope("none"))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama-yarn", {"ropes": (Rope(), Rope())}),
+        ("llama-yarn-of-all-keys", {"ropes": (Rope(), Rope())}),
+        ("mistral-window", UNIFORM),
+        ("qwen2-tied-window", UNIFORM),
+        ("qwen2-tied-window", {"windows": (24, 24)}),
+        ("qwen3-biased-window", UNIFORM),
+        ("smollm3", {"ropes": (Rope(theta=2e6),) * 2}),
+        ("smollm3", NO_TURNS),
+        ("smollm3-biased-window", UNIFORM),
+        ("gemma2", UNIFORM),
+        ("gemma2", {"attention_soft_cap": None}),
+        ("gemma2", {"logit_soft_cap": None}),
+        ("gemma2", {"attention_scale": 16**-0.5}),
+        ("gemma3", UNIFORM),
+        ("gemma3", {"windows": (25, None)}),
+        ("gemma3", {"attention_scale": 16**-0.5}),
+        ("gemma3", {"ropes": (Rope(theta=1e6),) * 2}),
+        ("gemma3", {"ropes": (Rope(theta=1e4),) * 2}),
+    ],
+)
+def test_the_checkpoints_show_what_is_left_out(
+    checkpoints: dict[str, Path], kind: str, changes: dict[str, Any]
+) -> None:
+    """A model that goes without what its config asks for does not pass."""
+    folder = checkpoints[kind]
+    with pytest.raises(AssertionError, match="off by"):
+        check_against_transformers(
+            folder,
+            sharing_sequences(512),
+            dtype=torch.float32,
+            block_size=16,
+            backend="torch",
+            chunks=[64],
+            config=replace(ModelConfig.from_folder(folder), **changes),
+        )
+
+
 @pytest.mark.parametrize("backend", ["torch", "c"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_logits_do_not_depend_on_the_block_size(
-    checkpoints: dict[str, Path], block_size: int, backend: str
+    checkpoints: dict[str, Path], block_size: int, kind: str, backend: str
 ) -> None:
     check_against_transformers(
-        checkpoints["llama"],
+        checkpoints[kind],
         sharing_sequences(512),
         dtype=torch.float32,
         block_size=block_size,
@@ -197,7 +293,9 @@ def test_logits_do_not_depend_on_the_block_size(
 
 
 @pytest.mark.parametrize("backend", ["torch", "c"])
-@pytest.mark.parametrize("kind", ["llama3-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["llama3-tied", "llama-yarn", "mistral-window", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3"]
+)
 def test_bfloat16_loses_no_more_than_transformers_does(
     checkpoints: dict[str, Path], kind: str, backend: str
 ) -> None:
@@ -282,26 +380,65 @@ def test_config_defaults_and_old_spellings() -> None:
             "num_key_value_heads": None,
         }
     )
-    assert (config.head_dim, config.num_kv_heads, config.rope_theta, config.tied_embeddings) == (
-        16,
-        4,
-        5e5,
-        False,
-    )
-    assert config.rope_scaling is not None
-    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("linear", 4.0)
+    assert (config.head_dim, config.num_kv_heads, config.tied_embeddings) == (16, 4, False)
+    assert config.ropes == (Rope("linear", theta=5e5, factor=4.0),) * 2
     assert ModelConfig.from_dict(BASE, max_model_len=100).max_model_len == 100
+
+
+def test_old_spellings_of_gemma() -> None:
+    """As in the configs of Gemma 2 and 3 on the hub, which leave out what transformers has as a default."""
+    raw = BASE | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 512}
+    gemma2 = ModelConfig.from_dict(raw | {"architectures": ["Gemma2ForCausalLM"], "hidden_act": "gelu"})
+    assert gemma2.windows == (512, None) * 3 + (512,)
+    assert gemma2.tied_embeddings
+    assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.attention_scale) == (
+        50.0,
+        30.0,
+        256**-0.5,
+    )
+    gemma3 = ModelConfig.from_dict(
+        raw
+        | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "query_pre_attn_scalar": 168,
+            "rope_local_base_freq": 20000,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_theta": 500000,
+        }
+    )
+    assert gemma3.windows == (512,) * 5 + (None, 512)
+    local, full = Rope(theta=20000.0), Rope("linear", theta=500000.0, factor=8.0)
+    assert gemma3.ropes == (local,) * 5 + (full, local)
+    assert (gemma3.attention_soft_cap, gemma3.logit_soft_cap, gemma3.attention_scale) == (
+        None,
+        None,
+        168**-0.5,
+    )
+    assert gemma3.attention_rules.rope_tables == (0,) * 5 + (1, 0)
+
+
+def test_yarn_makes_contexts_longer() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    raw = BASE | {"max_position_embeddings": 40960, "rope_scaling": scaling}
+    assert (
+        ModelConfig.from_dict(raw).max_model_len
+        == ModelSpec.from_config(raw, name="m").max_model_len
+        == 131072
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, "sliding_window 1024"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 1024}, "1024"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 1024}, "1024"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "su"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"}, "silu"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "not what is expected"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -321,13 +458,14 @@ def test_what_is_not_implemented_is_refused_by_name(overrides: dict[str, object]
         {"layer_types": ["full_attention", "full_attention"], "sliding_window": 1024},
     ],
 )
-def test_sliding_windows_that_never_bind_are_accepted(overrides: dict[str, object]) -> None:
-    assert ModelConfig.from_dict(BASE | overrides).max_model_len == 4096
+def test_sliding_windows_that_never_bind_are_none(overrides: dict[str, object]) -> None:
+    assert ModelConfig.from_dict(BASE | overrides).windows == (None, None)
 
 
 def test_a_sliding_window_binds_only_beyond_it() -> None:
     raw = BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
-    assert ModelConfig.from_dict(raw, max_model_len=1024).max_model_len == 1024
+    assert ModelConfig.from_dict(raw, max_model_len=1024).windows == (None, None)
+    assert ModelConfig.from_dict(raw, max_model_len=1025).windows == (1024, 1024)
 
 
 def test_weights_must_fit_the_config(checkpoints: dict[str, Path], tmp_path: Path) -> None:

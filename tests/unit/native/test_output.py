@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from blendserve.engines.chat import ChatReader
 from blendserve.engines.native.output import RequestOutput
 from blendserve.models import ModelFiles
 from blendserve.request import Completion, SamplingParams, TokenLogprob
 from blendserve.tokenizer import Tokenizer
+from tests.chat_answers import Pieces
 
 EOS, OTHER_EOS, HIDDEN = 900, 901, 902
 VOCABULARY = {1: "Hello", 2: ",", 3: " wor", 4: "ld", 5: "!", 6: "\n", 7: "\n\n", 8: "STOP", 9: "a", 10: "ab"}
@@ -200,3 +202,77 @@ def test_real_tokenizer_finds_every_stop_string(bundled_model: ModelFiles, text:
             assert any(output.append(token_id) for token_id in token_ids)
             completion = output.completion(1)
             assert (completion.text, completion.stop_reason) == (text[: text.index(stop)], stop)
+
+
+# -------- answers in chats --------
+
+
+def answered(
+    text: str, stop: tuple[str, ...], parser: str = "deepseek_r1", chat: bytes = b"{}", **params: object
+) -> Completion | None:
+    """Feed an answer token by token, each a character or a mark, until the output says it is complete."""
+    pieces = Pieces()
+    answer = ChatReader(pieces, "hermes", parser).open(chat)
+    token_ids = pieces.encode(text)
+    output = RequestOutput(SamplingParams(stop=stop, **params), len(token_ids), pieces, answer)
+    for token_id in token_ids:
+        if output.append(token_id):
+            return output.completion(3, b"prompt")
+    return None
+
+
+@pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
+def test_stop_strings_do_not_count_in_reasoning(parser: str) -> None:
+    completion = answered("<think>a STOP b</think>c STOP d", ("STOP", "b</think>c"), parser)
+    assert completion is not None
+    assert (completion.text, completion.stop_reason) == ("<think>a STOP b</think>c ", "STOP")
+    assert completion.message is not None
+    assert (completion.message["reasoning"], completion.message["content"]) == ("a STOP b", "c ")
+    assert completion.num_reasoning_tokens == 8
+    # It begins in the reasoning, or there is nothing else.
+    assert ending_of(answered("a</think>b", ("a</think>", "</think>"))) == ("a</think>b", "length", None)
+    assert ending_of(answered("a STOP b", ("STOP",), parser)) == ("a STOP b", "length", None)
+
+
+def ending_of(completion: Completion | None) -> tuple[object, ...]:
+    assert completion is not None
+    return completion.text, completion.finish_reason, completion.stop_reason
+
+
+@pytest.mark.parametrize(
+    ("parser", "chat"),
+    [
+        ("deepseek_r1", b'{"stop_in_reasoning": true}'),
+        ("qwen3", b'{"chat_template_kwargs": {"enable_thinking": false}}'),
+    ],
+)
+def test_stop_strings_count_from_the_start(parser: str, chat: bytes) -> None:
+    assert ending_of(answered("<think>a STOP b", ("STOP",), parser, chat)) == ("<think>a ", "stop", "STOP")
+
+
+def test_a_call_ends_the_reasoning_of_qwen_for_stop_strings() -> None:
+    text = 'STOP<tool_call>{"name": "f", "arguments": {}}</tool_call>STOP'
+    chat = b'{"tools": [{}], "tool_choice": "auto"}'
+    completion = answered(text, ("</tool_call>",), "qwen3", chat, include_stop_str_in_output=True)
+    assert completion is not None
+    assert completion.text == text.removesuffix("STOP")
+    assert completion.message is not None
+    assert completion.message["reasoning"] == "STOP"
+    assert (completion.finish_reason, completion.stop_reason) == ("tool_calls", "</tool_call>")
+    assert len(completion.message["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("min_tokens", range(12))
+def test_min_tokens_and_reasoning_both_hold_off_stop_strings(min_tokens: int) -> None:
+    completion = answered("a!</think>b!c!d!", ("!",), min_tokens=min_tokens)
+    assert completion is not None
+    kept = {4: "a!</think>b", 6: "a!</think>b!c", 8: "a!</think>b!c!d"}
+    expected = next((text for length, text in kept.items() if length >= min_tokens), "a!</think>b!c!d!")
+    assert completion.text == expected
+
+
+def test_logprobs_of_reasoning_that_is_left_out_are_not_told() -> None:
+    answer = ChatReader(Pieces(), None, "deepseek_r1").open(b'{"include_reasoning": false}')
+    output = RequestOutput(SamplingParams(logprobs=0), 1, Pieces(), answer)
+    assert output.append(200, TokenLogprob(200, -0.5))
+    assert output.completion(1).logprobs is None

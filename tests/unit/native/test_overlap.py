@@ -214,7 +214,7 @@ class Case:
             *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
             *(NUM_BLOCKS, BLOCK_SIZE, torch.float32),
         )
-        attention = make_attention(shape, config.rope_table(), self.backend)
+        attention = make_attention(shape, config.rope_tables(), self.backend, config.attention_rules)
         rows = np.flatnonzero(self.batch.num_computed)
         if len(rows):
             before = replace(
@@ -285,7 +285,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "gemma3"])
 def folder(
     request: pytest.FixtureRequest,
     make_tiny_model: Callable[..., Path],

@@ -1,6 +1,7 @@
 """Tensor parallelism: what several ranks compute together is what one computes alone."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,10 @@ from tests.unit.native.test_model import (
 )
 from tests.workload import COST_MODEL
 
-ALL_KINDS = KINDS | {"odd-vocabulary": ("qwen3", {"vocab_size": 509, "tie_word_embeddings": True})}
+ALL_KINDS = KINDS | {
+    "odd-vocabulary": ("qwen3", {"vocab_size": 509, "tie_word_embeddings": True}),
+    "gemma3-odd-vocabulary": ("gemma3", {"vocab_size": 509, "tie_word_embeddings": True}),
+}
 CHUNKS = [13, 1, 33, 7]
 SEQUENCES = sharing_sequences(500)
 
@@ -154,7 +158,8 @@ def logits_of_two(executors: dict[str, TorchExecutor], name: str) -> dict[tuple[
     assert isinstance(leader, Leader)
 
     def lead(batch: Batch, block_size: int, ids: Tensor) -> None:
-        leader.lead(replace(batch, num_prefill_tokens=index), block_size, ids)
+        nothing = np.empty(0, np.int64)
+        leader.lead(replace(batch, num_prefill_tokens=index), block_size, ids, nothing)
 
     return last_token_logits(*executor._loaded[:2], lead)
 
@@ -188,7 +193,17 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("params", [[GREEDY], SAMPLED], ids=["greedy", "sampled"])
+RULED = [
+    SamplingParams(temperature=0.0, extra=b'{"repetition_penalty": 1.4, "presence_penalty": 0.5}'),
+    SamplingParams(temperature=1.0, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, extra=b'{"logit_bias": {"5": 3.0}, "frequency_penalty": 1.0}'),
+    SamplingParams(
+        temperature=1.0, prompt_logprobs=0, extra=b'{"allowed_token_ids": [3, 5, 7, 11, 300, 508]}'
+    ),
+]
+
+
+@pytest.mark.parametrize("params", [[GREEDY], SAMPLED, RULED], ids=["greedy", "sampled", "ruled"])
 @pytest.mark.parametrize("name", ["odd-vocabulary", "late", "dummy"])
 def test_tokens_are_those_of_one_process(
     executors: dict[str, TorchExecutor], checkpoints: dict[str, Path], name: str, params: list[SamplingParams]
@@ -203,7 +218,9 @@ def test_tokens_are_those_of_one_process(
     for one, other in zip(found, expected, strict=True):
         assert isinstance(one, Completion)
         assert isinstance(other, Completion)
-        for ours, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+        assert [one.prompt_logprobs is None] == [other.prompt_logprobs is None]
+        both = (one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)
+        for ours, theirs in itertools.chain(*(zip(a or (), b or (), strict=True) for a, b in both)):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
 

@@ -11,7 +11,9 @@ from blendserve.engines.native import kernels, sampler
 from blendserve.engines.native.sampler import (
     TORCH_TOKEN_OPS,
     Draws,
+    LogitEdits,
     SamplingRow,
+    Seen,
     TokenOps,
     choose,
     sample,
@@ -296,9 +298,20 @@ def test_the_kernels_filter_as_torch_does(
     ],
     ids=["greedy", "plain", "filtered", "mixed"],
 )
-def test_choosing_does_not_wait_for_the_device(params: list[SamplingParams]) -> None:
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_choosing_does_not_wait_for_the_device(params: list[SamplingParams], is_edited: bool) -> None:
     """A meta tensor has no values: whatever needs one on the host fails."""
     logits = torch.empty(6, VOCAB, device="meta")
-    rows = [SamplingRow(params[i % len(params)], i, 0, suppressed=(3,) if i % 2 else ()) for i in range(6)]
+    mask = np.full(-(-VOCAB // 32), -1, np.int32)
+    ids, values = np.array([3, 4]), np.ones(2, np.float32)
+    edits = [
+        None,
+        LogitEdits(mask, mask),
+        LogitEdits(bias=(ids, values), seen=Seen(ids, values, 1.1, 0.2, 0.3)),
+    ]
+    rows = [
+        SamplingRow(params[i % len(params)], i, 0, (3,) if i % 2 else (), edits[i % 3 if is_edited else 0])
+        for i in range(6)
+    ]
     chosen = choose(logits, rows)
     assert (chosen.token_ids.device.type, chosen.token_ids.shape) == ("meta", (6,))

@@ -107,7 +107,12 @@ def triton_name(dtype: torch.dtype) -> str:
 
 
 def launches(
-    heads: triton_kernels.Heads, monkeypatch: pytest.MonkeyPatch, capability: int, *, tma: bool
+    heads: triton_kernels.Heads,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    *,
+    tma: bool,
+    window: int | None = None,
 ) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The calls of a step of a model of 4096 dimensions, on tensors that have no memory."""
 
@@ -122,17 +127,19 @@ def launches(
     pages = empty(100, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
     table, out = empty(16, 33, **int32), empty(512, heads.num_heads * heads.head_dim)
     work = triton_kernels.DecodeWork(
-        table, empty(40, 5, **int32), empty(1, **int32), empty(17, **int32), empty(16, **int32), 40
+        *(table, empty(40, 6, **int32), empty(1, **int32), empty(17, **int32), empty(16, **int32)),
+        *(40, window is not None),
     )
     triton_kernels.decode(heads, qkv, pages, work, out, 264, tma)
     if not tma:
         rope = empty(8192, heads.head_dim // 2, dtype=torch.float32)
         slots = empty(512, dtype=torch.int64)
-        rows = triton_kernels.PREFILL_ROWS_HOPPER if capability == 90 else triton_kernels.PREFILL_ROWS
-        triton_kernels.prefill(heads, qkv, pages, table, empty(9, 4, **int32), out, rows)
+        rows = heads.prefill_rows(is_hopper=capability == 90)
+        triton_kernels.prefill(heads, qkv, pages, table, empty(9, 4, **int32), out, rows, window)
         triton_kernels.store(heads, qkv, rope, rope, empty(512, **int32), slots, pages)
         triton_kernels.add_rms_norm(empty(512, 4096), empty(512, 4096), empty(4096), 1e-5)
         triton_kernels.silu_mul(empty(512, 2 * 14336))
+        triton_kernels.gelu_mul(empty(512, 2 * 14336))
     yield from recorded.calls
 
 
@@ -167,6 +174,21 @@ def test_compiled(
         product = "wgmma" if capability == 90 else "mma.sync"
         assert product in reports["paged_prefill"].ptx
         assert reports["paged_prefill"].blocks_per_sm >= 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "tma"), [(80, False), (90, False), (90, True)], ids=["sm_80", "sm_90", "sm_90-tma"]
+)
+def test_compiled_for_gemma(
+    capability: int, tma: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 256, windows and caps fit a block's shared memory and its registers."""
+    heads = triton_kernels.Heads(8, 4, 256, block_size=64, scale=1 / 16, soft_cap=50.0)
+    for kernel, args, options in launches(heads, monkeypatch, capability, tma=tma, window=4096):
+        report = compiled(kernel, args, options, capability, tmp_path)
+        print(f"{kernel.__name__} sm_{capability} {report[:4]}")
+        assert report.spilled_bytes == 0, kernel.__name__
+        assert report.shared_bytes <= SHARED_BYTES[capability], kernel.__name__
 
 
 def test_work_of_no_rows() -> None:

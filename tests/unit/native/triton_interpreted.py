@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from blendserve.engines.native import triton_backend, triton_kernels
-from blendserve.engines.native.attention import KVShape, StepLayout, make_attention
+from blendserve.engines.native.attention import (
+    LLAMA_RULES,
+    AttentionRules,
+    KVShape,
+    StepLayout,
+    make_attention,
+)
 from blendserve.engines.native.executor import TorchExecutor
 from blendserve.engines.native.model import RMSNorm, TorchOps
 from blendserve.engines.native.triton_backend import TritonAttention, TritonOps, decode_work, prefill_work
@@ -30,7 +36,12 @@ CONTEXTS = ([1, 30, 63, 64, 130, 100, 7, 0], [40, 1, 1, 1, 1, 30, 3, 1])
 
 
 def attend(
-    shape: KVShape, rows: tuple[list[int], list[int]], *, tma: bool = False, programs: int = 3
+    shape: KVShape,
+    rows: tuple[list[int], list[int]],
+    *,
+    tma: bool = False,
+    programs: int = 3,
+    rules: AttentionRules = LLAMA_RULES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a batch over a cache that holds NaN where nobody wrote, and what it should be."""
     batch = attention_tests.make_batch(*rows, shape.block_size)
@@ -40,7 +51,7 @@ def attend(
         torch.randn(int(total), width).to(shape.dtype) for total in batch.num_computed + batch.num_tokens
     ]
     rope = attention_tests.rope_table(shape.head_dim)
-    attention, reference = TritonAttention(shape, rope), make_attention(shape, rope, "torch")
+    attention, reference = TritonAttention(shape, rope, rules), make_attention(shape, rope, "torch")
     attention.tma, attention.num_programs = tma, programs
     # The interpreter takes milliseconds per token, so the context is written by torch.
     before = replace(batch, num_computed=np.zeros_like(batch.num_computed), num_tokens=batch.num_computed)
@@ -57,7 +68,7 @@ def attend(
     qkv = torch.cat([row[n:] for row, n in zip(qkv_of_rows, batch.num_computed, strict=True)])
     attention.begin(layout)
     attention.store(0, qkv)
-    return attention.attend(0, qkv), attention_tests.expected(shape, batch, qkv_of_rows)
+    return attention.attend(0, qkv), attention_tests.expected(shape, batch, qkv_of_rows, rules)
 
 
 def shape_of(
@@ -90,6 +101,16 @@ def test_attention_of_other_blocks(block_size: int, num_blocks: int) -> None:
     shape = shape_of(4, 2, 16, block_size=block_size, num_blocks=num_blocks)
     output, expected = attend(shape, CONTEXTS)
     assert (output - expected).abs().max() <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("rules", attention_tests.RULES, ids=str)
+def test_rules_of_other_models(rules: AttentionRules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that begin inside, before and behind parts of contexts, and capped scores."""
+    monkeypatch.setattr(triton_backend, "MIN_PART_TOKENS", 64)
+    monkeypatch.setattr(triton_backend, "MAX_PART_TOKENS", 64)
+    shape = shape_of(4, 2, 16, block_size=16, num_blocks=48)
+    output, expected = attend(shape, CONTEXTS, rules=rules)
+    assert (output - expected).abs().max() <= 1e-5
 
 
 def test_tiles_through_descriptors() -> None:
@@ -141,10 +162,11 @@ def test_the_cache_holds_rotated_keys_and_values(num_heads: int, num_kv_heads: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [64, 576, 4096])
-def test_layer_operations(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_layer_operations(unit_offset: bool, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     residual, delta, gate_up = (torch.randn(5, width).to(dtype) * 3 for width in (size, size, 2 * size))
-    norm = RMSNorm(torch.rand(size).to(dtype), 1e-5)
+    norm = RMSNorm(torch.rand(size).to(dtype), 1e-5, unit_offset)
     ours, reference = TritonOps(), TorchOps()
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
     for added in (None, delta):
@@ -154,6 +176,7 @@ def test_layer_operations(size: int, dtype: torch.dtype) -> None:
         )
         assert torch.equal(mine, theirs), "the residual is the sum, as torch rounds it"
     torch.testing.assert_close(ours.silu_mul(gate_up), reference.silu_mul(gate_up), **tolerance)
+    torch.testing.assert_close(ours.gelu_mul(gate_up), reference.gelu_mul(gate_up), **tolerance)
 
 
 def test_work_lists_cover_every_key_once() -> None:
@@ -185,6 +208,7 @@ def test_work_lists_cover_every_key_once() -> None:
         ("llama3", executor_tests.GREEDY, "auto"),
         ("qwen2", SamplingParams(temperature=1.5, top_k=20), "auto"),
         ("qwen3", executor_tests.GREEDY, "off"),
+        ("gemma2", executor_tests.GREEDY, "auto"),
     ],
 )
 def test_the_executor_generates_what_it_does_on_the_cpu(

@@ -98,6 +98,8 @@ def open_executor(
         num_threads=num_threads,
         attention_backend=config.attention_backend,
         overlap=config.overlap,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     if size == 1:
         return open_rank(tokenizer=tokenizer)

@@ -56,6 +56,23 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """How the layers of a model attend, where they differ from Llama's."""
+
+    scale: float | None = None
+    """factor of the scores; None: head_dim ** -0.5"""
+    soft_cap: float | None = None
+    """c: a score becomes c * tanh(score / c); None: it stays"""
+    windows: tuple[int | None, ...] = ()
+    """by layer: keys that a query sees, its own and those just before; None, or no entry: all of its sequence"""
+    rope_tables: tuple[int, ...] = ()
+    """by layer: which of the rotary tables; no entry: the first"""
+
+
+LLAMA_RULES = AttentionRules()
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """Where the tokens of one step stand: in the flattened batch, in their sequences and in the KV cache."""
 
@@ -105,15 +122,23 @@ class StepLayout:
 class PagedAttention(ABC):
     """Attention over a paged KV cache; one object serves all layers of a model.
 
+    Layers with a window keep the keys and values of the whole sequence, too: a block is shared, and freed, as a whole.
+
     Args:
         shape: sizes of the cache.
-        rope: cosines and sines, two tensors [max_positions, head_dim / 2] fp32.
+        rope: cosines and sines, two tensors [num_tables, max_positions, head_dim / 2] fp32.
+        rules: how the layers attend.
     """
 
-    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, shape: KVShape, rope: tuple[Tensor, Tensor], rules: AttentionRules = LLAMA_RULES
+    ) -> None:
         self.shape = shape
-        self.cosine, self.sine = rope
-        self.scale = shape.head_dim**-0.5
+        self.cosine, self.sine = (table.contiguous() for table in rope)
+        self.scale = shape.head_dim**-0.5 if rules.scale is None else rules.scale
+        self.soft_cap = rules.soft_cap
+        self.windows = rules.windows or (None,) * shape.num_layers
+        self.rope_tables = rules.rope_tables or (0,) * shape.num_layers
 
     def twin(self) -> Self:
         """The same cache with a step of its own, so that two steps can be under way."""
@@ -146,13 +171,18 @@ class PagedAttention(ABC):
         """All memory of the KV cache, as tensors [num_blocks, ...]."""
 
 
-def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend = "auto") -> PagedAttention:
+def make_attention(
+    shape: KVShape,
+    rope: tuple[Tensor, Tensor],
+    backend: Backend = "auto",
+    rules: AttentionRules = LLAMA_RULES,
+) -> PagedAttention:
     """The C kernels where they can be built and cover the shape, else torch; a backend asked for by name is certain.
 
     The cache is where `rope` is: on a CPU, or for triton on a GPU.
     """
     if backend == "torch":
-        return TorchAttention(shape, rope)
+        return TorchAttention(shape, rope, rules)
     if backend == "triton":
         from blendserve.engines.native.triton_backend import TritonAttention
 
@@ -161,13 +191,13 @@ def make_attention(shape: KVShape, rope: tuple[Tensor, Tensor], backend: Backend
                 "the Triton attention kernels need a head size and a block size that are powers of two from 16 to "
                 f"256, not {shape.head_dim} and {shape.block_size}; use --block-size 64, or --device cpu"
             )
-        return TritonAttention(shape, rope)
+        return TritonAttention(shape, rope, rules)
     loaded = kernels.load_kernels(shape.dtype) if KernelAttention.covers(shape) else None
     if loaded is not None:
-        return KernelAttention(shape, rope, loaded)
+        return KernelAttention(shape, rope, loaded, rules)
     if backend == "c":
         raise EngineError(f"the C attention kernels are not available for {shape}; use the torch backend")
-    return TorchAttention(shape, rope)
+    return TorchAttention(shape, rope, rules)
 
 
 def _allocate(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -186,8 +216,10 @@ class TorchAttention(PagedAttention):
     DECODE_BATCH_PADDING = 1.25
     """sequences are decoded together when padding to the longest costs at most this factor"""
 
-    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor]) -> None:
-        super().__init__(shape, rope)
+    def __init__(
+        self, shape: KVShape, rope: tuple[Tensor, Tensor], rules: AttentionRules = LLAMA_RULES
+    ) -> None:
+        super().__init__(shape, rope, rules)
         sizes = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.keys = [_allocate(*sizes, dtype=shape.dtype) for _ in range(shape.num_layers)]
         self.values = [_allocate(*sizes, dtype=shape.dtype) for _ in range(shape.num_layers)]
@@ -195,7 +227,10 @@ class TorchAttention(PagedAttention):
     def begin(self, layout: StepLayout, num_sms: int | None = None) -> None:  # noqa: ARG002
         """See `PagedAttention.begin`."""
         positions = torch.from_numpy(layout.positions)
-        self._rotation = self.cosine[positions][:, None], self.sine[positions][:, None]
+        self._rotations = [
+            (cosine[positions][:, None], sine[positions][:, None])
+            for cosine, sine in zip(self.cosine, self.sine, strict=True)
+        ]
         self._kv_slots = torch.from_numpy(layout.kv_slots)
         num_tokens = np.diff(layout.query_starts)
         self._prefills = [self._prefill(layout, int(row)) for row in np.flatnonzero(num_tokens > 1)]
@@ -209,7 +244,7 @@ class TorchAttention(PagedAttention):
             [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=1
         )
         low, high = rotated.float().chunk(2, dim=-1)
-        cosine, sine = self._rotation
+        cosine, sine = self._rotations[self.rope_tables[layer]]
         rotated.copy_(torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1))
         self.keys[layer].flatten(0, 1)[self._kv_slots] = rotated[:, shape.num_heads :]
         self.values[layer].flatten(0, 1)[self._kv_slots] = values
@@ -219,16 +254,17 @@ class TorchAttention(PagedAttention):
         shape = self.shape
         queries = qkv[:, : shape.num_heads * shape.head_dim]
         output = qkv.new_empty(len(qkv), shape.num_heads * shape.head_dim) if out is None else out
+        window = self.windows[layer]
         for tokens, blocks, visible in self._prefills if rows != "decode" else ():
-            context = visible.shape[-1]
+            context = visible[window].shape[-1]
             pages = (self.keys[layer][blocks], self.values[layer][blocks])
             keys, values = (page.flatten(0, 1)[None, :context] for page in pages)
-            output[tokens] = self._attend(queries[tokens][None], keys, values, visible)[0]
+            output[tokens] = self._attend(queries[tokens][None], keys, values, visible[window])[0]
         for decodes, blocks, visible, unwritten in self._decodes if rows != "prefill" else ():
             pages = (self.keys[layer][blocks], self.values[layer][blocks])
             # Places that no token has written yet may hold NaN, which no mask silences.
             keys, values = (page.flatten(1, 2).masked_fill_(unwritten, 0) for page in pages)
-            output[decodes] = self._attend(queries[decodes][:, None], keys, values, visible)[:, 0]
+            output[decodes] = self._attend(queries[decodes][:, None], keys, values, visible[window])[:, 0]
         return output
 
     def cache_tensors(self) -> list[Tensor]:
@@ -247,32 +283,59 @@ class TorchAttention(PagedAttention):
         # [num_sequences, num_kv_heads, num_tokens * heads_per_kv_head, head_dim]
         grouped = queries.view(sizes).transpose(1, 2).flatten(2, 3)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, visible, scale=self.scale)
+        if self.soft_cap is None:
+            attended = F.scaled_dot_product_attention(grouped, keys, values, visible, scale=self.scale)
+        else:
+            scores = grouped.float() @ keys.float().transpose(-1, -2) * self.scale
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            attended = weights.to(values.dtype) @ values
         return attended.view(sizes[0], sizes[2], sizes[1], *sizes[3:]).transpose(1, 2).reshape(queries.shape)
 
-    def _prefill(self, layout: StepLayout, row: int) -> tuple[slice, Tensor, Tensor]:
-        """Tokens, blocks [num_blocks] and visible keys [1, 1, num_tokens * heads_per_kv_head, context] of one row."""
+    def _prefill(self, layout: StepLayout, row: int) -> tuple[slice, Tensor, dict[int | None, Tensor]]:
+        """Tokens, blocks [num_blocks] and, by window, visible keys of one row.
+
+        These are [1, 1, num_tokens * heads_per_kv_head, context].
+        """
         start, end = layout.query_starts[row : row + 2].tolist()
         context = int(layout.context_lens[row])
         blocks = torch.from_numpy(layout.block_tables[row, : -(-context // self.shape.block_size)]).long()
-        positions = torch.from_numpy(layout.positions[start:end])
-        visible = torch.arange(context) <= positions[:, None]
-        visible = visible.repeat_interleave(self.shape.heads_per_kv_head, dim=0)
-        return slice(start, end), blocks, visible[None, None]
+        positions = torch.from_numpy(layout.positions[start:end])[:, None]
+        visible = self._by_window(torch.arange(context), positions)
+        for window, seen in visible.items():
+            visible[window] = seen.repeat_interleave(self.shape.heads_per_kv_head, dim=0)[None, None]
+        return slice(start, end), blocks, visible
 
-    def _decode(self, layout: StepLayout, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of rows with one token each: tokens [n], blocks [n, num_blocks] and which keys exist, in two shapes.
+    def _decode(
+        self, layout: StepLayout, rows: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor, dict[int | None, Tensor], Tensor]:
+        """Of rows with one token each: tokens [n], blocks [n, num_blocks], and which keys are visible and do not exist.
 
-        These are the visible ones, [n, 1, 1, num_keys], and the others, [n, num_keys, 1, 1].
+        The visible ones are by window [n, 1, 1, num_keys], those that do not exist [n, num_keys, 1, 1].
         """
         context_lens = torch.from_numpy(layout.context_lens[rows])
         num_blocks = -(-int(context_lens.max()) // self.shape.block_size)
-        unwritten = torch.arange(num_blocks * self.shape.block_size) >= context_lens[:, None]
+        keys = torch.arange(num_blocks * self.shape.block_size)
+        unwritten = keys >= context_lens[:, None]
         blocks = torch.from_numpy(layout.block_tables[rows, :num_blocks]).long()
         # Rows shorter than the longest: any block serves as padding that nobody else writes to.
         blocks = torch.where(unwritten[:, :: self.shape.block_size], blocks[:, :1], blocks)
         tokens = torch.from_numpy(layout.query_starts[rows]).long()
-        return tokens, blocks, unwritten.logical_not()[:, None, None], unwritten[:, :, None, None]
+        visible = self._by_window(keys, context_lens[:, None] - 1)
+        visible = {window: seen[:, None, None] for window, seen in visible.items()}
+        return tokens, blocks, visible, unwritten[:, :, None, None]
+
+    def _by_window(
+        self,
+        keys: Tensor,  # [num_keys] positions
+        queries: Tensor,  # [num_queries, 1] positions
+    ) -> dict[int | None, Tensor]:  # [num_queries, num_keys] bool
+        """Which keys each query sees in layers of each window."""
+        causal = keys <= queries
+        return {
+            window: causal if window is None else causal & (keys > queries - window)
+            for window in set(self.windows)
+        }
 
     def _decode_groups(self, layout: StepLayout, num_tokens: NDArray[np.int32]) -> list[NDArray[np.int64]]:
         """Rows with one token, in groups of similar context."""
@@ -290,9 +353,14 @@ class TorchAttention(PagedAttention):
 class KernelAttention(PagedAttention):
     """The kernels of `kernels.c`, where the layout of the cache is described."""
 
-    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor], loaded: kernels.Kernels) -> None:
-        super().__init__(shape, rope)
-        self.cosine, self.sine = self.cosine.contiguous(), self.sine.contiguous()
+    def __init__(
+        self,
+        shape: KVShape,
+        rope: tuple[Tensor, Tensor],
+        loaded: kernels.Kernels,
+        rules: AttentionRules = LLAMA_RULES,
+    ) -> None:
+        super().__init__(shape, rope, rules)
         self._kernels = loaded
         size = shape.num_kv_heads * shape.head_dim * shape.block_size
         self.keys = [_allocate(shape.num_blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)]
@@ -338,7 +406,8 @@ class KernelAttention(PagedAttention):
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `PagedAttention.store`."""
-        tensors = (qkv, self.cosine, self.sine, self.keys[layer], self.values[layer])
+        table = self.rope_tables[layer]
+        tensors = (qkv, self.cosine[table], self.sine[table], self.keys[layer], self.values[layer])
         assert qkv.is_contiguous()
         assert qkv.dtype == self.shape.dtype
         self._kernels.rope_and_store(self._shape, self._step, *(tensor.data_ptr() for tensor in tensors))
@@ -353,8 +422,11 @@ class KernelAttention(PagedAttention):
             items = (self._items[0][is_wanted], self._items[1][is_wanted])
             step = self._make_step(items)
         tensors = (qkv, self.keys[layer], self.values[layer], output)
+        window = self.windows[layer]
         self._kernels.paged_attention(
-            self._shape, step, self.scale, *(tensor.data_ptr() for tensor in tensors)
+            *(self._shape, step, self.scale, self.soft_cap or 0.0),
+            kernels.NO_WINDOW if window is None else min(window, kernels.NO_WINDOW),
+            *(tensor.data_ptr() for tensor in tensors),
         )
         return output
 

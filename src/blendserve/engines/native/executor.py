@@ -13,11 +13,12 @@ one step late: its row in that step computes a token which nobody wants, or noth
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,22 +26,34 @@ from numpy.typing import NDArray
 
 from blendserve.cost_model import CostModel, Partition
 from blendserve.engines.batching import StepResult
+from blendserve.engines.chat import ChatReader
 from blendserve.engines.native.attention import Backend, KVShape, PagedAttention, StepLayout, make_attention
 from blendserve.engines.native.device import upload
+from blendserve.engines.native.grammar import Grammars
 from blendserve.engines.native.kernels import Kernels, load_kernels
 from blendserve.engines.native.limits import available_memory, core_quota
+from blendserve.engines.native.logit_rules import LogitRules, LogitState
 from blendserve.engines.native.model import LayerOps, LlamaModel, ModelConfig, TorchOps
 from blendserve.engines.native.output import Detokenizer, RequestOutput
 from blendserve.engines.native.overlap import Lanes, OverlappedModel, open_lanes
 from blendserve.engines.native.parallel import Leader, Ranks
-from blendserve.engines.native.sampler import TORCH_TOKEN_OPS, Choice, SamplingRow, TokenOps, choose
-from blendserve.errors import ConfigError, EngineDiedError, EngineError
-from blendserve.request import Failure, RequestTable, Result
+from blendserve.engines.native.sampler import (
+    TORCH_TOKEN_OPS,
+    Choice,
+    SamplingRow,
+    TokenOps,
+    choose,
+    score,
+)
+from blendserve.errors import ConfigError, EngineDiedError, EngineError, RequestError
+from blendserve.request import Failure, RequestTable, Result, SamplingParams, TokenLogprob
 from blendserve.scheduling.batch import Batch
 
 DEFAULT_KV_BYTES = 4 << 30
 DEFAULT_KV_RATIO = 0.4
 """share of the memory available at start that the KV cache may grow to, unless told"""
+KEPT_RULES = 256
+"""parameters whose rules are kept for the next request that has the same"""
 CUDA_KV_RATIO = 0.9
 """share of the GPU's memory left by the weights that the KV cache takes, unless told"""
 
@@ -55,6 +68,25 @@ class _Step:
     """[num_sampled] int64, on the device"""
     choices: list[Choice]
     """of consecutive rows"""
+    scored: list[tuple[int, int]]
+    """request and place of each prompt token whose log probability was asked for"""
+    scores: list[Choice]
+    """these, of consecutive ones"""
+    is_taken: bool = False
+
+
+class _ToScore(NamedTuple):
+    """Known tokens of prompts whose log probabilities are wanted."""
+
+    places: NDArray[np.int64]
+    """in the flattened batch, of the tokens before them"""
+    token_ids: NDArray[np.int64]
+    params: list[SamplingParams]
+    scored: list[tuple[int, int]]
+    """request and place in its prompt"""
+
+
+_NOTHING_TO_SCORE = _ToScore(np.empty(0, np.int64), np.empty(0, np.int64), [], [])
 
 
 class TorchExecutor:
@@ -78,11 +110,12 @@ class TorchExecutor:
         ranks: that this executor is one of, see `parallel.open_parallel`; sizes of the KV cache are a rank's.
         overlap: "auto" to run steps in two halves, see `overlap.py`, where by the profile that takes less time.
         lanes: for these, by the profile's partitions; None: on a GPU by itself, those that `open_lanes` finds.
+        tool_call_parser, reasoning_parser: what answers in chats are read with, see `engines.chat`; None: not at all.
 
     Raises:
         ModelError: the model cannot be read or needs something that is not implemented.
-        ConfigError: there is no such device, weights and KV cache do not fit into memory, or the KV cache cannot hold
-            a single block.
+        ConfigError: there is no such device, weights and KV cache do not fit into memory, the KV cache cannot hold
+            a single block, or the parsers do not fit the tokenizer.
     """
 
     name = "native"
@@ -107,11 +140,16 @@ class TorchExecutor:
         ranks: Ranks | None = None,
         overlap: Literal["auto", "off"] = "auto",
         lanes: Mapping[Partition, Lanes] | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         torch.set_num_threads(num_threads or _default_num_threads())
         self.cost_model = cost_model
         self.block_size = block_size
         self._tokenizer = tokenizer
+        self._reader: ChatReader | None = None
+        if tokenizer is not None and (tool_call_parser or reasoning_parser):
+            self._reader = ChatReader(tokenizer, tool_call_parser, reasoning_parser)
         self._ranks = ranks
         self._device = _open_device(device)
         self._is_late = device == "cuda" if late_results is None else late_results
@@ -149,8 +187,10 @@ class TorchExecutor:
                 f"{shape.bytes_per_block}; raise --kv-cache-memory"
             )
         self.max_model_len = min(config.max_model_len, self.num_blocks * block_size)
-        cosine, sine = (table.to(self._device) for table in config.rope_table())
-        attention = make_attention(replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend)
+        cosine, sine = (table.to(self._device) for table in config.rope_tables())
+        attention = make_attention(
+            replace(shape, num_blocks=self.num_blocks), (cosine, sine), backend, config.attention_rules
+        )
         if lanes is None and overlap == "auto" and device == "cuda" and ranks is None:
             lanes = open_lanes(cost_model.hardware, model)
         self._loaded: tuple[LlamaModel, PagedAttention, OverlappedModel | None] | None
@@ -160,6 +200,13 @@ class TorchExecutor:
         self._requests: RequestTable | None = None
         self._outputs: dict[int, RequestOutput] = {}
         self._failures: dict[int, Failure] = {}
+        read_rules = functools.partial(LogitRules.of, tokenizer=tokenizer, vocab_size=config.vocab_size)
+        self._read_rules = functools.lru_cache(maxsize=KEPT_RULES)(read_rules)
+        self._states: dict[int, LogitState] = {}
+        """of those requests whose logits are changed before a token is chosen"""
+        self._prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
+        """of those requests that ask for them, by place from the second token on; None where not yet known"""
+        self._grammars: Grammars | None = None
         self._complete: set[int] = set()  # and not collected yet
         self._in_flight: _Step | None = None
 
@@ -192,9 +239,15 @@ class TorchExecutor:
         assert self._requests is not None
         self._complete.discard(request)
         output = self._outputs.pop(request)
+        self._states.pop(request, None)
+        prompt_logprobs = self._prompt_logprobs.pop(request, None)
         if failure := self._failures.pop(request, None):
             return failure
-        return output.completion(int(self._requests.prompt_tokens[request]))
+        prompt, seed = self._requests.tokens[request], int(self._requests.seeds[request])
+        completion = output.completion(len(prompt), prompt.tobytes() + seed.to_bytes(8, "little"))
+        if prompt_logprobs is not None:
+            completion.prompt_logprobs = [entry for entry in prompt_logprobs if entry is not None]
+        return completion
 
     @property
     def model(self) -> LlamaModel:
@@ -220,16 +273,18 @@ class TorchExecutor:
         """See `Executor.close`."""
         self._loaded = None
         self._forget()
+        if self._grammars is not None:
+            self._grammars.close()
         if isinstance(self._ranks, Leader):
             self._ranks.close()
 
-    def follow(self, batch: Batch) -> None:
-        """Compute this rank's part of a batch that rank 0 launches."""
+    def follow(self, batch: Batch, scored: NDArray[np.int64]) -> None:
+        """Compute this rank's part of a batch that rank 0 launches; `scored` are places that need logits, too."""
         assert self._loaded is not None
         assert self._ranks is not None
         model, attention = self._loaded[:2]
         layout = StepLayout.from_batch(batch, self.block_size)
-        [selected] = upload([_last_tokens(batch, layout)], self._device)
+        [selected] = upload([np.concatenate((_last_tokens(batch, layout), scored))], self._device)
         token_ids = torch.empty(layout.num_tokens, dtype=torch.int64, device=self._device)
         hidden = model.hidden_states(self._ranks.broadcast(token_ids), layout, attention, selected)
         for _ in model.logits(hidden):
@@ -238,6 +293,8 @@ class TorchExecutor:
     def _forget(self) -> None:
         self._outputs.clear()
         self._failures.clear()
+        self._states.clear()
+        self._prompt_logprobs.clear()
         self._complete.clear()
         self._in_flight = None
 
@@ -265,15 +322,19 @@ class TorchExecutor:
         batch = self._without_surplus(batch)
         if not len(batch.requests):
             return None
-        halves = None if overlapped is None else overlapped.split(batch, self.block_size)
+        has_scores = bool(self._prompt_logprobs) and self._has_scores(batch)
+        halves = None
+        if overlapped is not None and not has_scores:
+            halves = overlapped.split(batch, self.block_size)
         if halves is not None:
             batch = halves.batch
         layout = StepLayout.from_batch(batch, self.block_size)
         token_ids, places, sources = self._token_ids(batch, layout.query_starts)
         rows = np.flatnonzero(batch.samples)
+        to_score = self._to_score(batch, layout) if has_scores else _NOTHING_TO_SCORE
         arrays = (
             token_ids,
-            _last_tokens(batch, layout),
+            np.concatenate((_last_tokens(batch, layout), to_score.places)),
             np.array(places, np.int64),
             np.array(sources, np.int64),
         )
@@ -282,26 +343,46 @@ class TorchExecutor:
             assert self._in_flight is not None
             ids[ids_in_flight] = self._in_flight.token_ids[their_source]
         if isinstance(self._ranks, Leader):
-            self._ranks.lead(batch, self.block_size, ids)
+            self._ranks.lead(batch, self.block_size, ids, to_score.places)
         if overlapped is not None and halves is not None:
             hidden = overlapped.hidden_states(ids, layout, wanted, halves)
         else:
             hidden = model.hidden_states(ids, layout, attention, wanted)
         requests = batch.requests[rows].tolist()
-        sampling_rows = [self._sampling_row(request) for request in requests]
+        sampling_rows = self._sampling_rows(requests)
         choices: list[Choice] = []
+        scores: list[Choice] = []
         done = 0
         for logits in model.logits(hidden):
-            choices.append(choose(logits, sampling_rows[done : done + len(logits)], self._token_ops))
-            choices[-1].download()
+            here = sampling_rows[done : done + len(logits)]
+            if here:
+                choices.append(choose(logits[: len(here)], here, self._token_ops))
+                choices[-1].download()
+            if len(here) < len(logits):
+                first = done + len(here) - len(sampling_rows)
+                end = first + len(logits) - len(here)
+                scores.append(
+                    score(logits[len(here) :], to_score.token_ids[first:end], to_score.params[first:end])
+                )
+                scores[-1].download()
             done += len(logits)
-        if not choices:
+        if not choices and not scores:
             return None
-        chosen = torch.cat([choice.token_ids for choice in choices])
-        return _Step({request: place for place, request in enumerate(requests)}, chosen, choices)
+        chosen = torch.cat([choice.token_ids for choice in choices]) if choices else ids[:0]
+        places_of = {request: place for place, request in enumerate(requests)}
+        return _Step(places_of, chosen, choices, to_score.scored, scores)
 
     def _take(self, step: _Step) -> None:
-        """Wait for the tokens of a step and append them to their requests."""
+        """Wait for the tokens of a step and append them to their requests; does nothing the second time."""
+        if step.is_taken:
+            return
+        step.is_taken = True
+        scored = iter(step.scored)
+        for scores in step.scores:
+            for entry in scores.sampled().logprobs:
+                request, place = next(scored)
+                if request in self._prompt_logprobs:
+                    self._prompt_logprobs[request][place - 1] = entry
         requests = iter(step.rows)
         for choice in step.choices:
             for token_id, logprob, is_valid in zip(*choice.sampled(), strict=True):
@@ -309,15 +390,19 @@ class TorchExecutor:
                 output = self._outputs.get(request)
                 if output is None or request in self._complete:
                     continue  # it ended with the token before
+                state = self._states.get(request)
+                if request in self._failures:
+                    self._complete.add(request)
+                    continue
                 if not is_valid:
-                    self._failures[request] = Failure(
-                        "internal_error",
-                        f"the model's output is not finite after {len(output.token_ids)} tokens; "
-                        "the weights or the dtype are unsuitable for this prompt",
-                    )
+                    self._failures[request] = _no_token(len(output.token_ids), state)
                     self._complete.add(request)
-                elif output.append(token_id, logprob):
+                    continue
+                ends_grammar = state is not None and state.append(token_id)
+                if output.append(token_id, logprob, ends_grammar=ends_grammar):
                     self._complete.add(request)
+                elif state is not None and not output.is_reasoning:
+                    state.begin(token_id if output.has_content else None)
 
     def _without_surplus(self, batch: Batch) -> Batch:
         """The batch without rows of which nobody needs anything: their requests have all tokens, here or on the way.
@@ -329,7 +414,7 @@ class TorchExecutor:
         for row, request in enumerate(batch.requests.tolist()):
             output = self._outputs.get(request)
             if output is None:
-                self._outputs[request] = self._new_output(request)
+                self._open(request)
             else:
                 has_all[row] = request in self._complete or self._num_launched(request) >= output.max_tokens
         if not has_all.any():
@@ -346,7 +431,8 @@ class TorchExecutor:
 
     def _num_launched(self, request: int) -> int:
         """Tokens generated for a request, the one on its way included."""
-        is_in_flight = self._in_flight is not None and request in self._in_flight.rows
+        step = self._in_flight
+        is_in_flight = step is not None and not step.is_taken and request in step.rows
         return len(self._outputs[request].token_ids) + is_in_flight
 
     def _token_ids(
@@ -378,17 +464,135 @@ class TorchExecutor:
                     sources.append(self._in_flight.rows[request])
         return token_ids, places, sources
 
-    def _new_output(self, request: int) -> RequestOutput:
+    def _open(self, request: int) -> None:
+        """Begin the output of a request."""
         assert self._requests is not None
-        room = self.max_model_len - int(self._requests.prompt_tokens[request])
-        max_tokens = min(int(self._requests.max_tokens[request]), room)
-        return RequestOutput(self._requests.sampling_params(request), max_tokens, self._tokenizer)
+        params = self._requests.sampling_params(request)
+        num_prompt_tokens = int(self._requests.prompt_tokens[request])
+        max_tokens = min(int(self._requests.max_tokens[request]), self.max_model_len - num_prompt_tokens)
+        answer = None
+        if self._reader is not None and params.chat:
+            answer = self._reader.open(params.chat, skip_special_tokens=params.skip_special_tokens)
+        output = RequestOutput(
+            params,
+            max_tokens,
+            self._tokenizer,
+            answer,
+            follows_reasoning=b"structured_outputs" in params.extra,
+        )
+        self._outputs[request] = output
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[request] = [None] * (num_prompt_tokens - 1)
+        if not params.extra:
+            return
+        try:
+            rules = self._read_rules(params.extra)
+        except RequestError as error:
+            self._failures[request] = Failure(error.code, error.message, error.param, error.status_code)
+            return
+        grammar = None
+        if rules.constraint:
+            if self._grammars is None:
+                assert self._tokenizer is not None
+                self._grammars = Grammars(self._tokenizer, self.model.config.vocab_size)
+            grammar = self._grammars.open(rules.constraint)
+            grammar.is_waiting = output.is_reasoning
+        self._states[request] = LogitState(rules, self._requests.tokens[request], grammar)
 
-    def _sampling_row(self, request: int) -> SamplingRow:
+    def _sampling_rows(self, requests: list[int]) -> list[SamplingRow]:
+        """What the next token of each request is chosen by."""
         assert self._requests is not None
-        output, num_tokens = self._outputs[request], self._num_launched(request)
-        seed = int(self._requests.seeds[request])
-        return SamplingRow(output.params, seed, num_tokens, output.suppressed(num_tokens))
+        positions = [self._num_launched(request) for request in requests]
+        states = {request: self._states[request] for request in requests if request in self._states}
+        if states and self._in_flight is not None and not states.keys().isdisjoint(self._in_flight.rows):
+            # Their rules need the tokens on their way, which arrive while the device computes what was launched.
+            self._take(self._in_flight)
+            states = {request: state for request, state in states.items() if request not in self._complete}
+        masks = self._grammar_masks(states)
+        rows = []
+        for request, position in zip(requests, positions, strict=True):
+            output = self._outputs[request]
+            seed = int(self._requests.seeds[request])
+            state = states.get(request)
+            suppressed = output.suppressed(position)
+            if state is None or request in self._failures:
+                rows.append(SamplingRow(output.params, seed, position, suppressed))
+                continue
+            if suppressed and state.grammar is not None and state.grammar.must_end:
+                suppressed = ()  # a grammar that has come to its end goes before min_tokens, as in vLLM
+            rows.append(
+                SamplingRow(
+                    output.params,
+                    seed,
+                    position,
+                    (*suppressed, *state.suppressed(output.token_ids)),
+                    state.edits(masks.get(request)),
+                )
+            )
+        return rows
+
+    def _grammar_masks(self, states: Mapping[int, LogitState]) -> dict[int, NDArray[np.int32]]:
+        """What may follow by their grammars, of the requests that have one; notes those that cannot be followed."""
+        grammars = {
+            request: state.grammar
+            for request, state in states.items()
+            if state.grammar is not None and state.grammar.is_restrictive
+        }
+        if not grammars:
+            return {}
+        assert self._grammars is not None
+        sound = {request: grammar for request, grammar in grammars.items() if not grammar.error}
+        masks = self._grammars.masks([*sound.values()])
+        for request, grammar in grammars.items():
+            if error := grammar.error:
+                message = f"the output cannot be held to its constraint: {error}; simplify the constraint"
+                self._failures[request] = Failure("invalid_request", message, "structured_outputs", 400)
+        return dict(zip(sound, masks, strict=True))
+
+    def _has_scores(self, batch: Batch) -> bool:
+        """Whether the batch computes prompts whose log probabilities are wanted."""
+        assert self._requests is not None
+        is_prompt = batch.num_computed < self._requests.prompt_tokens[batch.requests] - 1
+        return any(request in self._prompt_logprobs for request in batch.requests[is_prompt].tolist())
+
+    def _to_score(self, batch: Batch, layout: StepLayout) -> _ToScore:
+        """The prompt tokens whose log probabilities are wanted and not known from before a retraction."""
+        assert self._requests is not None
+        places: list[int] = []
+        token_ids: list[int] = []
+        params: list[SamplingParams] = []
+        scored: list[tuple[int, int]] = []
+        columns = (batch.requests, batch.num_computed, batch.num_tokens, layout.query_starts)
+        for request, first, count, start in zip(*(column.tolist() for column in columns), strict=False):
+            known = self._prompt_logprobs.get(request)
+            if known is None:
+                continue
+            asked = self._requests.sampling_params(request)
+            asked = replace(asked, logprobs=asked.prompt_logprobs, logprob_token_ids=())
+            prompt = self._requests.tokens[request]
+            for place in range(first + 1, min(first + count, len(prompt) - 1) + 1):
+                if known[place - 1] is None:
+                    places.append(start + place - 1 - first)
+                    token_ids.append(int(prompt[place]))
+                    params.append(asked)
+                    scored.append((request, place))
+        return _ToScore(np.array(places, np.int64), np.array(token_ids, np.int64), params, scored)
+
+
+def _no_token(num_tokens: int, state: LogitState | None) -> Failure:
+    """The failure of a request for which no token could be chosen."""
+    if state is None:
+        return Failure(
+            "internal_error",
+            f"the model's output is not finite after {num_tokens} tokens; the weights or the dtype are unsuitable for "
+            "this prompt",
+        )
+    return Failure(
+        "no_token_left",
+        f"after {num_tokens} tokens the request's parameters allow no token that the model gives; relax "
+        "'allowed_token_ids', 'bad_words', 'min_tokens' or the constraint on the output",
+        status_code=400,
+    )
 
 
 def _last_tokens(batch: Batch, layout: StepLayout) -> NDArray[np.int64]:

@@ -29,7 +29,8 @@
  * Blocks lie anywhere, so the hardware never sees the next one coming: each loop prefetches what the next will read,
  * the values of its keys or the keys one tile on, as much per iteration as it reads itself.
  *
- * Only keys that a row may see are ever weighed: unused places of a block may hold anything, even NaN.
+ * Only keys that a row may see are ever weighed: unused places of a block may hold anything, even NaN. Tiles before
+ * the window of all tokens of an item are not read.
  *
  * What a row gets depends on that row alone, not on the other rows or on the number of threads.
  */
@@ -298,7 +299,27 @@ ALWAYS_INLINE void weigh_values(const int rows, const int vectors, int dim, int 
             store_f32(output + r * dim + v * LANES, sums[r * vectors + v]);
 }
 
-/* Turn the scores of one row into weights against the running maximum, and rescale what was summed before. */
+/* cap * tanh(x / cap) */
+ALWAYS_INLINE vec soft_capped(vec x, float cap)
+{
+    const vec power = exp_nonpositive(either(x > 0.0f, -x, x) * (2.0f / cap));
+    const vec capped = cap * (1.0f - power) / (1.0f + power);
+    return either(x > 0.0f, capped, -capped);
+}
+
+/* What few models need done to the scores of a row; apart, to leave registers to the others. */
+static __attribute__((noinline)) void cap_and_hide(float *scores, int num_scores, float soft_cap, int num_hidden)
+{
+    for (int key = 0; soft_cap > 0 && key < num_scores; key += LANES)
+        store_f32(scores + key, soft_capped(load_f32(scores + key), soft_cap));
+    for (int key = 0; key < min_int(num_hidden, num_scores); key++)
+        scores[key] = -INFINITY;
+}
+
+/*
+ * Turn the scores of one row into weights against the running maximum, and rescale what was summed before. The row sees
+ * keys before `num_visible` whose score is not -inf, which may be none.
+ */
 ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, int dim,
                                float *max, float *sum, float *output, multiplier *weights)
 {
@@ -319,6 +340,8 @@ ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, i
         *sum *= scale;
         *max = highest;
     }
+    if (highest == -INFINITY) /* nothing seen so far; scores less this would be no numbers */
+        highest = 0;
     vec sums = {0};
     for (int key = 0; key < num_scores; key += LANES) {
         const vec some = exp_nonpositive(load_f32(scores + key) - highest);
@@ -330,8 +353,8 @@ ALWAYS_INLINE void softmax_row(float *scores, int num_visible, int num_scores, i
 }
 
 /* A group of rows against the tile of keys that starts at `first_key`; `rows` and `vectors` are constants. */
-ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *shape, float scale,
-                                const int32_t *table,
+ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *shape, float scale, float soft_cap,
+                                int window, const int32_t *table,
                                 int first_key, int num_context, /* of the tile; of the item, to prefetch within */
                                 const int *num_visible,                     /* [rows] keys of the tile each row sees */
                                 const element *keys, const element *values, /* at the KV head */
@@ -366,9 +389,12 @@ ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *
             score_keys(rows, vectors, dim, scale, query, packed, strip * PAIR, scores + done, packed);
         }
     }
-    for (int r = 0; r < rows; r++)
-        softmax_row(scores + r * TILE_KEYS, num_visible[r], done, dim, max + r, sum + r, output + r * dim,
-                    weights + r * TILE_KEYS);
+    for (int r = 0; r < rows; r++) {
+        float *row = scores + r * TILE_KEYS;
+        if (soft_cap > 0 || num_visible[r] > window)
+            cap_and_hide(row, done, soft_cap, num_visible[r] - window);
+        softmax_row(row, num_visible[r], done, dim, max + r, sum + r, output + r * dim, weights + r * TILE_KEYS);
+    }
     for (int run, start = 0; start < num_keys; start += run) {
         const int key = first_key + start, place = key % block_size;
         const element *page = values + table[key / block_size] * block_stride + place * dim;
@@ -385,14 +411,15 @@ ALWAYS_INLINE void attend_group(const int rows, const int vectors, const Shape *
     }
 }
 
-static void attend_item(const Shape *shape, const Step *step, int item, int kv_head, float scale, const element *qkv,
-                        const element *keys, const element *values, element *output)
+static void attend_item(const Shape *shape, const Step *step, int item, int kv_head, float scale, float soft_cap,
+                        int window, const element *qkv, const element *keys, const element *values, element *output)
 {
     const int dim = shape->head_dim, sharing = shape->num_heads / shape->num_kv_heads; /* query heads per KV head */
     const int row = step->item_rows[item], first = step->item_tokens[item], end = step->query_starts[row + 1];
     const int num_tokens = min_int(shape->tokens_per_item, end - first), num_rows = num_tokens * sharing;
     const int first_visible = step->context_lens[row] - (end - first) + 1; /* keys that the first token sees */
     const int num_keys = first_visible + num_tokens - 1;
+    const int first_needed = first_visible > window ? first_visible - window : 0; /* key that a token sees */
     const int num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
     const int group_rows = (num_rows + num_groups - 1) / num_groups;
     const int64_t width = (int64_t)(shape->num_heads + 2 * shape->num_kv_heads) * dim;
@@ -412,7 +439,7 @@ static void attend_item(const Shape *shape, const Step *step, int item, int kv_h
     }
     memset(sums, 0, sizeof sums);
 
-    for (int first_key = 0; first_key < num_keys; first_key += TILE_KEYS)
+    for (int first_key = first_needed - first_needed % TILE_KEYS; first_key < num_keys; first_key += TILE_KEYS)
         for (int r = 0; r < num_rows; r += group_rows) {
             const int rows = min_int(group_rows, num_rows - r);
             int num_visible[GROUP_ROWS];
@@ -421,8 +448,8 @@ static void attend_item(const Shape *shape, const Step *step, int item, int kv_h
             if (num_visible[rows - 1] <= 0)
                 continue;
 #define ATTEND(rows, vectors)                                                                                          \
-    attend_group(rows, vectors, shape, scale, table, first_key, num_keys, num_visible, keys + head_offset,             \
-                 values + head_offset, query + r * dim, max + r, sum + r, sums + r * dim)
+    attend_group(rows, vectors, shape, scale, soft_cap, window, table, first_key, num_keys, num_visible,               \
+                 keys + head_offset, values + head_offset, query + r * dim, max + r, sum + r, sums + r * dim)
             /* Few rows leave registers for more keys, which makes for longer runs of memory. */
             switch (shape->block_size % (4 * LANES) == 0 ? rows : rows + GROUP_ROWS) {
                 case 1: ATTEND(1, 4); break;
@@ -447,8 +474,11 @@ static void attend_item(const Shape *shape, const Step *step, int item, int kv_h
     }
 }
 
-/* Causal attention of every token of the step to its own sequence, after `rope_and_store`. */
-void paged_attention(const Shape *shape, const Step *step, float scale,
+/*
+ * Causal attention of every token of the step to its own sequence, after `rope_and_store`: to the `window` keys that end
+ * with its own. Where `soft_cap` is positive a score becomes soft_cap * tanh(score / soft_cap).
+ */
+void paged_attention(const Shape *shape, const Step *step, float scale, float soft_cap, int32_t window,
                      const element *qkv, /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
                      const element *keys, const element *values, /* the cache of this layer */
                      element *output)                            /* [num_tokens, num_heads * head_dim] */
@@ -456,7 +486,7 @@ void paged_attention(const Shape *shape, const Step *step, float scale,
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(shape->num_threads)
     for (int item = 0; item < step->num_items; item++)
         for (int kv_head = 0; kv_head < shape->num_kv_heads; kv_head++)
-            attend_item(shape, step, item, kv_head, scale, qkv, keys, values, output);
+            attend_item(shape, step, item, kv_head, scale, soft_cap, window, qkv, keys, values, output);
 }
 
 /* -------- layer operations -------- */
@@ -464,11 +494,14 @@ void paged_attention(const Shape *shape, const Step *step, float scale,
 /* Less work than this many elements is not worth waking threads for. */
 #define PARALLEL_FROM 16384
 
-/* residual += delta, where there is one; output = the sum, RMS-normalised, times weight. Rounds where torch does. */
+/*
+ * residual += delta, where there is one; output = the sum, RMS-normalised, times weight, or with `unit_offset` times
+ * 1 + weight. Rounds where transformers does: the latter product is of unrounded factors.
+ */
 void add_rms_norm(element *restrict residual, const element *restrict delta, /* [num_rows, size]; delta may be NULL */
                   const element *restrict weight,                            /* [size] */
                   element *restrict output,                                  /* [num_rows, size] */
-                  int64_t num_rows, int64_t size, float eps, int num_threads)
+                  int64_t num_rows, int64_t size, float eps, int unit_offset, int num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size >= PARALLEL_FROM)
     for (int64_t row = 0; row < num_rows; row++) {
@@ -482,8 +515,30 @@ void add_rms_norm(element *restrict residual, const element *restrict delta, /* 
         for (int64_t i = 0; i < size; i++)
             squares += widen(x[i]) * widen(x[i]);
         const float scale = 1.0f / sqrtf(squares / size + eps);
-        for (int64_t i = 0; i < size; i++)
-            y[i] = narrow(widen(narrow(widen(x[i]) * scale)) * widen(weight[i]));
+        if (unit_offset)
+            for (int64_t i = 0; i < size; i++)
+                y[i] = narrow(widen(x[i]) * scale * (1.0f + widen(weight[i])));
+        else
+            for (int64_t i = 0; i < size; i++)
+                y[i] = narrow(widen(narrow(widen(x[i]) * scale)) * widen(weight[i]));
+    }
+}
+
+/* What gelu(x) ~ x * sigmoid(..) takes the sigmoid of: 2 sqrt(2 / pi) (x + 0.044715 x^3). */
+#define GELU_ARGUMENT(x) ((x) * (1.5957691216f + 0.0713548162f * (x) * (x)))
+
+/* y = silu(gate) * up, or gelu(gate) * up in its form with tanh. */
+ALWAYS_INLINE void gate_row(const int is_gelu, const element *gate, const element *up, element *y, int64_t size)
+{
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const vec x = load(gate + i), argument = is_gelu ? GELU_ARGUMENT(x) : x;
+        const vec power = exp_nonpositive(either(argument > 0.0f, -argument, argument));
+        store(y + i, x * either(argument > 0.0f, splat(1.0f), power) / (1.0f + power) * load(up + i));
+    }
+    for (; i < size; i++) {
+        const float x = widen(gate[i]), argument = is_gelu ? GELU_ARGUMENT(x) : x;
+        y[i] = narrow(x / (1.0f + expf(-argument)) * widen(up[i]));
     }
 }
 
@@ -493,18 +548,17 @@ void silu_mul(const element *restrict gate_up, /* [num_rows, 2 * size] */
               int64_t num_rows, int64_t size, int num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size >= PARALLEL_FROM)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const element *gate = gate_up + row * 2 * size, *up = gate + size;
-        element *y = output + row * size;
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) {
-            const vec x = load(gate + i);
-            const vec power = exp_nonpositive(either(x > 0.0f, -x, x));
-            store(y + i, x * either(x > 0.0f, splat(1.0f), power) / (1.0f + power) * load(up + i));
-        }
-        for (; i < size; i++)
-            y[i] = narrow(widen(gate[i]) / (1.0f + expf(-widen(gate[i]))) * widen(up[i]));
-    }
+    for (int64_t row = 0; row < num_rows; row++)
+        gate_row(0, gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, output + row * size, size);
+}
+
+/* The same with gelu. */
+void gelu_mul(const element *restrict gate_up, element *restrict output, int64_t num_rows, int64_t size,
+              int num_threads)
+{
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size >= PARALLEL_FROM)
+    for (int64_t row = 0; row < num_rows; row++)
+        gate_row(1, gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, output + row * size, size);
 }
 
 /* -------- choice of tokens -------- */

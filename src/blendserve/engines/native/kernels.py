@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +38,8 @@ DEFINES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16
 CHOICE_VARIABLE = "BLENDSERVE_KERNELS"
 """environment variable that names a variant, or `NO_KERNELS`; for tests and comparisons"""
 NO_KERNELS = "none"
+NO_WINDOW = 1 << 30
+"""as the window of `paged_attention`: more keys than any sequence has"""
 
 
 class Variant(NamedTuple):
@@ -107,9 +110,10 @@ class Kernels:
         )
         arguments = {
             "rope_and_store": [shape, step, *[pointer] * 5],
-            "paged_attention": [shape, step, ctypes.c_float, *[pointer] * 4],
-            "add_rms_norm": [*[pointer] * 4, size, size, ctypes.c_float, ctypes.c_int],
+            "paged_attention": [shape, step, *[ctypes.c_float] * 2, ctypes.c_int32, *[pointer] * 4],
+            "add_rms_norm": [*[pointer] * 4, size, size, ctypes.c_float, ctypes.c_int, ctypes.c_int],
             "silu_mul": [pointer, pointer, size, size, ctypes.c_int],
+            "gelu_mul": [pointer, pointer, size, size, ctypes.c_int],
             "argmax": [*[pointer] * 4, size, size, ctypes.c_int],
             "draw": [*[pointer] * 10, size, size, ctypes.c_int],
         }
@@ -132,16 +136,25 @@ class Kernels:
             output.data_ptr(),
             *residual.shape,
             norm.eps,
+            norm.unit_offset,
             torch.get_num_threads(),
         )
         return output
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `LayerOps.silu_mul`."""
+        return self._gate(self._library.silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps.gelu_mul`."""
+        return self._gate(self._library.gelu_mul, gate_up)
+
+    @staticmethod
+    def _gate(kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
         assert gate_up.is_contiguous()
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, size)
-        self._library.silu_mul(gate_up.data_ptr(), output.data_ptr(), num_rows, size, torch.get_num_threads())
+        kernel(gate_up.data_ptr(), output.data_ptr(), num_rows, size, torch.get_num_threads())
         return output
 
     def highest(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,17 @@
 """Decoder-only models of the Llama type: configuration, weights and the forward pass of one step.
 
-Covers Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen2.5 (biases of the projections of queries, keys and values) and
-Qwen3 (queries and keys normalised per head). What a checkpoint asks for beyond that is refused, never ignored.
+| model | differs from Llama in |
+| --- | --- |
+| Llama 2 and 3, SmolLM2 | |
+| Mistral | a sliding window |
+| Qwen2, Qwen2.5 | biases of the projections of queries, keys and values |
+| Qwen3 | queries and keys normalised per head |
+| SmolLM3 | layers without rotary embedding |
+| Gemma 2 | embeddings scaled, norms of 1 + weight, also of what attention and MLP add, GELU, capped scores and logits |
+| Gemma 3 | the same without caps, Qwen3's norms, other rotary embeddings in layers with a window |
+
+Any of them may have tied embeddings, biases, windows by layer and scaled rotary embeddings, as its config says. What a
+checkpoint asks for beyond that is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -20,10 +30,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from blendserve.engines.native import check_tensor_parallel_size
-from blendserve.engines.native.attention import PagedAttention, StepLayout
+from blendserve.engines.native.attention import AttentionRules, PagedAttention, StepLayout
 from blendserve.engines.native.parallel import Part, Ranks
 from blendserve.errors import ModelError
-from blendserve.models import SUPPORTED_ARCHITECTURES, check_supported
+from blendserve.models import CONFIG_DEFAULTS, SUPPORTED_ARCHITECTURES, check_supported, max_positions
 
 CPU = torch.device("cpu")
 LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -34,15 +44,75 @@ DUMMY_WEIGHT_SCALE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How the rotary frequencies of a long-context checkpoint differ from the plain ones."""
+class Variant:
+    """What an architecture has that Llama does not, and that no key of its config says."""
 
-    kind: str
-    """"linear" (every frequency divided by `factor`) or "llama3" (the low ones, with a smooth passage)"""
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    is_gemma: bool = False
+
+
+VARIANTS = {
+    "LlamaForCausalLM": Variant(),
+    "MistralForCausalLM": Variant(),
+    "Qwen2ForCausalLM": Variant(has_qkv_bias=True),
+    "Qwen3ForCausalLM": Variant(has_qk_norm=True),
+    "SmolLM3ForCausalLM": Variant(),
+    "Gemma2ForCausalLM": Variant(is_gemma=True),
+    "Gemma3ForCausalLM": Variant(has_qk_norm=True, is_gemma=True),
+}
+assert VARIANTS.keys() == set(SUPPORTED_ARCHITECTURES)
+
+ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotary embedding: how far each pair of dimensions turns per position.
+
+    Long contexts divide frequencies by `factor`: "linear" all of them, "llama3" and "yarn" those of few turns in the
+    original context, with a passage between `low_turns` and `high_turns`: along turns, or along dimensions. "dynamic"
+    does so only beyond `max_position_embeddings`, where nothing runs. Source: transformers, modeling_rope_utils.py.
+    """
+
+    kind: str = "default"
+    """one of `ROPE_KINDS`, or "none": nothing turns"""
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_turns: float = 1.0
+    high_turns: float = 1.0
     original_max_positions: int = 0
+    truncate: bool = True
+    """of yarn: the passage begins and ends at whole dimensions"""
+    amplitude: float = 1.0
+    """of yarn: factor of cosines and sines"""
+
+    def frequencies(self, head_dim: int) -> Tensor:  # [head_dim / 2] fp32
+        """Radians per position of each pair of dimensions."""
+        plain = self.theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        if self.kind == "none":
+            return torch.zeros_like(plain)
+        if self.kind in ("default", "dynamic"):
+            return plain
+        if self.kind == "linear":
+            return plain / self.factor
+        # kept: 0 where a frequency is low and gets divided, 1 where it is high and stays.
+        if self.kind == "llama3":
+            turns = self.original_max_positions * plain / (2 * math.pi)
+            kept = (turns - self.low_turns) / (self.high_turns - self.low_turns)
+        else:
+            first, last = (self._dimension(head_dim, turns) for turns in (self.high_turns, self.low_turns))
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            kept = 1 - (torch.arange(head_dim // 2).float() - first) / ((last - first) or 0.001)
+        kept = kept.clamp(0, 1)
+        return plain * (kept + (1 - kept) / self.factor)
+
+    def _dimension(self, head_dim: int, turns: float) -> float:
+        """Pair of dimensions that makes so many turns in the original context."""
+        positions_per_radian = self.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(positions_per_radian) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +128,19 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    ropes: tuple[Rope, ...]
+    """by layer"""
+    windows: tuple[int | None, ...]
+    """by layer: keys that a query sees, see `AttentionRules`"""
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    is_gemma: bool
+    attention_scale: float
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
     max_model_len: int
 
     @classmethod
@@ -90,42 +166,51 @@ class ModelConfig:
         """The same from the parsed JSON."""
         check_supported(raw)
         architecture = next(name for name in SUPPORTED_ARCHITECTURES if name in raw["architectures"])
-        if raw.get("quantization_config"):
-            _refuse("quantized weights (quantization_config)")
-        if raw.get("hidden_act", "silu") != "silu":
-            _refuse(f"the activation {raw['hidden_act']!r}")
-        if raw.get("partial_rotary_factor", 1.0) != 1.0:
-            _refuse("rotary embedding of a part of each head (partial_rotary_factor)")
+        variant = VARIANTS[architecture]
+        raw = CONFIG_DEFAULTS[architecture] | dict(raw)
+        _refuse_what_is_missing(raw, variant)
         try:
-            limit = int(raw["max_position_embeddings"])
+            limit = max_positions(raw)
             if max_model_len is not None and max_model_len > limit:
                 raise ModelError(f"max_model_len {max_model_len} exceeds the model's {limit} positions")
             limit = max_model_len or limit
-            _refuse_sliding_window(raw, architecture, limit)
-            theta, scaling = _rope(raw)
-            num_heads = int(raw["num_attention_heads"])
+            num_layers, num_heads = int(raw["num_hidden_layers"]), int(raw["num_attention_heads"])
+            head_dim = int(raw.get("head_dim") or raw["hidden_size"] // num_heads)
+            # A window that no sequence outgrows is none.
+            window = int(raw.get("sliding_window") or limit)
+            has_window = [
+                window < limit and _is_sliding(raw, architecture, layer) for layer in range(num_layers)
+            ]
             bias = bool(raw.get("attention_bias", False))
             return cls(
                 architecture=architecture,
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=int(raw["hidden_size"]),
                 intermediate_size=int(raw["intermediate_size"]),
-                num_layers=int(raw["num_hidden_layers"]),
+                num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+                head_dim=head_dim,
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=theta,
-                rope_scaling=scaling,
+                ropes=tuple(_rope(raw, architecture, layer) for layer in range(num_layers)),
+                windows=tuple(window if has else None for has in has_window),
                 tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+                qkv_bias=bias or variant.has_qkv_bias,
                 output_bias=bias,
                 mlp_bias=bool(raw.get("mlp_bias", False)),
-                qk_norm=architecture == "Qwen3ForCausalLM",
+                qk_norm=variant.has_qk_norm,
+                is_gemma=variant.is_gemma,
+                attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+                attention_soft_cap=raw.get("attn_logit_softcapping"),
+                logit_soft_cap=raw.get("final_logit_softcapping"),
                 max_model_len=limit,
             )
         except KeyError as error:
             raise ModelError(f"the model's config.json lacks {error}") from error
+        except (TypeError, ValueError, IndexError) as error:
+            raise ModelError(
+                f"a value of the model's config.json is not what is expected: {error}"
+            ) from error
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -154,61 +239,122 @@ class ModelConfig:
         layer = (2 * queries + keys + values + 3 * self.intermediate_size) * self.hidden_size
         return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
 
-    def rope_table(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position: two tensors [max_model_len, head_dim / 2] fp32."""
-        frequencies = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
-        if self.rope_scaling is not None:
-            frequencies = _scale_frequencies(frequencies, self.rope_scaling)
+    @property
+    def attention_rules(self) -> AttentionRules:
+        """How the layers attend."""
+        tables = list(dict.fromkeys(self.ropes))
+        return AttentionRules(
+            scale=self.attention_scale,
+            soft_cap=self.attention_soft_cap,
+            windows=self.windows,
+            rope_tables=tuple(tables.index(rope) for rope in self.ropes),
+        )
+
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position: two tensors [num_tables, max_model_len, head_dim / 2] fp32."""
+        ropes = dict.fromkeys(self.ropes)
+        frequencies = torch.stack([rope.frequencies(self.head_dim) for rope in ropes])[:, None]
+        amplitudes = torch.tensor([rope.amplitude for rope in ropes])[:, None, None]
         angles = torch.arange(self.max_model_len).float()[:, None] * frequencies
-        return angles.cos(), angles.sin()
+        return angles.cos().mul_(amplitudes), angles.sin_().mul_(amplitudes)
 
 
 def _refuse(what: str) -> None:
     raise ModelError(f"the native engine does not implement {what}; use --engine vllm for this model")
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], architecture: str, max_model_len: int) -> None:
-    """Sliding windows only matter where a sequence can outgrow one that some layer uses."""
-    window = raw.get("sliding_window")
-    by_default = architecture == "MistralForCausalLM"
-    layer_types = raw.get("layer_types")
-    in_use = "sliding_attention" in layer_types if layer_types else raw.get("use_sliding_window", by_default)
-    if in_use and window is not None and window < max_model_len:
-        raise ModelError(
-            f"the native engine does not implement sliding windows (sliding_window {window}); "
-            f"use --max-model-len {window} or --engine vllm"
-        )
+def _refuse_what_is_missing(raw: Mapping[str, Any], variant: Variant) -> None:
+    """Keys that ask for something this file does not compute."""
+    key, known = ("hidden_activation", "gelu_pytorch_tanh") if variant.is_gemma else ("hidden_act", "silu")
+    if raw.get(key) not in (None, known):
+        _refuse(f"the activation {raw[key]!r}")
+    if raw.get("quantization_config"):
+        _refuse("quantized weights (quantization_config)")
+    if raw.get("use_bidirectional_attention"):
+        _refuse("attention to later tokens (use_bidirectional_attention)")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        _refuse("rotary embedding of a part of each head (partial_rotary_factor)")
+    if variant.is_gemma and variant.has_qk_norm and raw.get("attn_logit_softcapping"):
+        _refuse("Gemma 3 with attn_logit_softcapping, which transformers leaves out")
+    if unknown := set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        _refuse(f"layers of type {', '.join(sorted(unknown))}")
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding; transformers 5 writes both into `rope_parameters`."""
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+def _is_sliding(raw: Mapping[str, Any], architecture: str, layer: int) -> bool:
+    """Whether the attention of a layer has the config's window."""
+    if raw.get("use_sliding_window") is False:
+        return False
+    if layer_types := raw.get("layer_types"):
+        return bool(layer_types[layer] == "sliding_attention")
+    match architecture:
+        case "MistralForCausalLM":
+            return True
+        case "Gemma2ForCausalLM" | "Gemma3ForCausalLM":
+            return (layer + 1) % int(raw["sliding_window_pattern"]) != 0
+        case "SmolLM3ForCausalLM":
+            return not _turns(raw, layer)
+        case "Qwen2ForCausalLM" | "Qwen3ForCausalLM":
+            return layer >= int(raw["max_window_layers"])
+    return False
+
+
+def _turns(raw: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer of SmolLM3 has a rotary embedding."""
+    if (layers := raw.get("no_rope_layers")) is not None:
+        return bool(layers[layer])
+    return (layer + 1) % int(raw["no_rope_layer_interval"]) != 0
+
+
+def _rope(raw: Mapping[str, Any], architecture: str, layer: int) -> Rope:
+    """The rotary embedding of a layer.
+
+    transformers 5 writes all into `rope_parameters`, by type of layer if they differ; before, there was `rope_theta`,
+    with `rope_scaling`, and for Gemma 3's layers with a window `rope_local_base_freq`.
+    """
+    if architecture == "SmolLM3ForCausalLM" and not _turns(raw, layer):
+        return Rope("none")
+    is_sliding = _is_sliding(raw, architecture, layer)
+    parameters = raw.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        parameters = parameters["sliding_attention" if is_sliding else "full_attention"]
+    elif is_sliding and "rope_local_base_freq" in raw:
+        return Rope(theta=float(raw["rope_local_base_freq"]))
+    else:
+        parameters = {"rope_theta": raw["rope_theta"]} | (raw.get("rope_scaling") or {}) | parameters
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling(kind, float(parameters["factor"]))
+    if kind not in ROPE_KINDS:
+        _refuse(f"rope scaling of type {kind!r}")
+    rope = Rope(kind, float(parameters["rope_theta"]))
+    if kind not in ("default", "dynamic"):
+        rope = replace(rope, factor=float(parameters["factor"]))
+    if kind in ("llama3", "yarn"):
+        original = parameters.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+        rope = replace(rope, original_max_positions=int(original))
     if kind == "llama3":
-        return theta, RopeScaling(
-            kind,
-            float(parameters["factor"]),
-            float(parameters["low_freq_factor"]),
-            float(parameters["high_freq_factor"]),
-            int(parameters["original_max_position_embeddings"]),
+        return replace(
+            rope,
+            low_turns=float(parameters["low_freq_factor"]),
+            high_turns=float(parameters["high_freq_factor"]),
         )
-    raise ModelError(f"the native engine does not implement rope scaling of type {kind!r}; use --engine vllm")
+    if kind == "yarn":
+        return replace(
+            rope,
+            low_turns=float(parameters.get("beta_slow") or 1),
+            high_turns=float(parameters.get("beta_fast") or 32),
+            truncate=bool(parameters.get("truncate", True)),
+            amplitude=_yarn_amplitude(parameters),
+        )
+    return rope
 
 
-def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Apply `scaling`; for llama3, frequencies are told apart by the turns they make in the original context."""
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    # 0 where a frequency is low and gets divided, 1 where it is high and stays.
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+def _yarn_amplitude(parameters: Mapping[str, Any]) -> float:
+    if (given := parameters.get("attention_factor")) is not None:
+        return float(given)
+    growth = 0.1 * math.log(max(float(parameters["factor"]), 1.0))
+    mscale, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and of_all:
+        return float((mscale * growth + 1) / (of_all * growth + 1))
+    return growth + 1
 
 
 class Linear:
@@ -264,15 +410,20 @@ def _has_fast_bf16() -> bool:
 
 
 class RMSNorm:
-    """Root mean square normalisation of the last dimension, in fp32 whatever the dtype."""
+    """Root mean square normalisation of the last dimension, in fp32 whatever the dtype.
+
+    With `unit_offset`, as in Gemma, the factors are 1 + weight and are applied before the result is rounded.
+    """
 
     def __init__(
         self,
         weight: Tensor,  # [size]
         eps: float,
+        unit_offset: bool = False,
     ) -> None:
         self.weight = weight
         self.eps = eps
+        self.unit_offset = unit_offset
 
     def __call__(
         self,
@@ -281,6 +432,8 @@ class RMSNorm:
         """Normalise."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.unit_offset:
+            return (wide * (1 + self.weight.float())).to(x.dtype)
         return self.weight * wide.to(x.dtype)
 
 
@@ -303,6 +456,13 @@ class LayerOps(Protocol):
         """SiLU of the first half of every row, times the second."""
         ...
 
+    def gelu_mul(
+        self,
+        gate_up: Tensor,  # [num_rows, 2 * size]
+    ) -> Tensor:  # [num_rows, size]
+        """GELU, in its form with tanh, of the first half of every row, times the second."""
+        ...
+
 
 class TorchOps:
     """`LayerOps` by torch, on any device."""
@@ -316,19 +476,28 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps.gelu_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one decoder layer."""
+    """Weights of one decoder layer, in the order of their use."""
 
     input_norm: RMSNorm
     qkv: Linear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     output: Linear
+    output_norm: RMSNorm | None
+    """of what attention adds"""
     mlp_norm: RMSNorm
     gate_up: Linear
     down: Linear
+    down_norm: RMSNorm | None
+    """of what the MLP adds"""
 
 
 class LlamaModel:
@@ -355,6 +524,9 @@ class LlamaModel:
         self.head = head
         self.ops = ops
         self.dtype = embedding.dtype
+        self.embedding_scale: float | None = None
+        if config.is_gemma:  # rounded to the dtype, as the models were trained
+            self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
         logits_bytes = LOGITS_BYTES.get(embedding.device.type, LOGITS_BYTES["cpu"])
         self.rows_per_chunk = max(1, logits_bytes // (4 * config.vocab_size))
 
@@ -423,7 +595,7 @@ class LlamaModel:
             return Linear(weight, weights.take(f"{name}.bias", hidden) if bias else None, ranks)
 
         def norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(weights.take(f"{name}.weight", size), eps)
+            return RMSNorm(weights.take(f"{name}.weight", size), eps, config.is_gemma)
 
         embedding = weights.take("model.embed_tokens.weight", config.vocab_size, hidden, part=own)
         qkv = dict(
@@ -431,6 +603,7 @@ class LlamaModel:
                 ("q_proj", "k_proj", "v_proj"), zip(config.qkv_sizes, (own, kv, kv), strict=True), strict=True
             )
         )
+        mlp_norm = "pre_feedforward_layernorm" if config.is_gemma else "post_attention_layernorm"
         layers = []
         for i in range(config.num_layers):
             layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn.", ".mlp."))
@@ -441,11 +614,17 @@ class LlamaModel:
                     query_norm=norm(f"{attention}q_norm", config.head_dim) if config.qk_norm else None,
                     key_norm=norm(f"{attention}k_norm", config.head_dim) if config.qk_norm else None,
                     output=by_row(f"{attention}o_proj", config.qkv_sizes[0], config.output_bias),
-                    mlp_norm=norm(f"{layer}.post_attention_layernorm", hidden),
+                    output_norm=norm(f"{layer}.post_attention_layernorm", hidden)
+                    if config.is_gemma
+                    else None,
+                    mlp_norm=norm(f"{layer}.{mlp_norm}", hidden),
                     gate_up=by_column(
                         mlp, {"gate_proj": (inner, own), "up_proj": (inner, own)}, config.mlp_bias
                     ),
                     down=by_row(f"{mlp}down_proj", inner, config.mlp_bias),
+                    down_norm=norm(f"{layer}.post_feedforward_layernorm", hidden)
+                    if config.is_gemma
+                    else None,
                 )
             )
         final_norm = norm("model.norm", hidden)
@@ -466,7 +645,7 @@ class LlamaModel:
     ) -> Tensor:  # [num_selected, hidden_size]
         """Compute one step: writes the KV of all its tokens, returns the final hidden states of the selected ones."""
         attention.begin(layout)
-        residual, delta = self._embed(token_ids), None
+        residual, delta = self.embed(token_ids), None
         for i in range(len(self.layers)):
             qkv = self.project(i, residual, delta)
             attention.store(i, qkv)
@@ -501,8 +680,10 @@ class LlamaModel:
     ) -> Tensor:  # like residual
         """What a layer does after attention: what is still to be added to `residual`, which it adds to as well."""
         layer = self.layers[index]
-        hidden = self.ops.add_rms_norm(residual, layer.output(attended), layer.mlp_norm)
-        return layer.down(self.ops.silu_mul(layer.gate_up(hidden)))
+        added = self._normalised(layer.output(attended), layer.output_norm)
+        hidden = self.ops.add_rms_norm(residual, added, layer.mlp_norm)
+        activate = self.ops.gelu_mul if self.config.is_gemma else self.ops.silu_mul
+        return self._normalised(layer.down(activate(layer.gate_up(hidden))), layer.down_norm)
 
     @torch.inference_mode()
     def logits(
@@ -517,6 +698,8 @@ class LlamaModel:
             logits = self.head(hidden_states[start : start + self.rows_per_chunk])
             if self.ranks is not None:
                 logits = self.ranks.gather(logits)[:, : self.config.vocab_size].contiguous()
+            if (cap := self.config.logit_soft_cap) is not None:
+                logits = logits.div_(cap).tanh_().mul_(cap)
             yield logits
 
     def forward(
@@ -526,13 +709,23 @@ class LlamaModel:
         chunks = list(self.logits(self.hidden_states(token_ids, layout, attention, selected)))
         return torch.cat(chunks).float() if chunks else torch.empty(0, self.config.vocab_size)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(
+        self,
+        token_ids: Tensor,  # [num_tokens] int64
+        out: Tensor | None = None,  # [num_tokens, hidden_size]
+    ) -> Tensor:  # like out
+        """What enters the first layer, in `out` where that is given."""
         if self.ranks is None:
-            return self.embedding[token_ids]
-        places = token_ids - self.ranks.rank * len(self.embedding)
-        is_elsewhere = (places < 0) | (places >= len(self.embedding))
-        rows = self.embedding[places.masked_fill_(is_elsewhere, 0)]
-        return self.ranks.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
+            rows = torch.index_select(self.embedding, 0, token_ids, out=out)
+        else:
+            places = token_ids - self.ranks.rank * len(self.embedding)
+            is_elsewhere = (places < 0) | (places >= len(self.embedding))
+            rows = torch.index_select(self.embedding, 0, places.masked_fill_(is_elsewhere, 0), out=out)
+            rows = self.ranks.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
+        return rows if self.embedding_scale is None else rows.mul_(self.embedding_scale)
+
+    def _normalised(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        return x if norm is None else self.ops.add_rms_norm(x, None, norm)
 
     def _normalise_heads(self, qkv: Tensor, query_norm: RMSNorm, key_norm: RMSNorm) -> None:
         queries, keys, _ = qkv.split_with_sizes(self.config.qkv_sizes, dim=-1)

@@ -348,7 +348,7 @@ class OverlappedModel:
             self._buffers = None
             self._buffers = Buffers.allocate(self._model, -(-num_tokens // BUFFER_TOKENS) * BUFFER_TOKENS)
         buffers = self._buffers
-        torch.index_select(self._model.embedding, 0, token_ids, out=buffers.residual[:num_tokens])
+        self._model.embed(token_ids, buffers.residual[:num_tokens])
         nanos, first_selected = [], 0
         rows = (0, halves.num_rows, len(layout.context_lens))
         for attention, (first, end) in zip(self._attentions, itertools.pairwise(rows), strict=True):

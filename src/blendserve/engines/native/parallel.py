@@ -32,8 +32,10 @@ from multiprocessing import connection as pipes
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blendserve.engines.process import how_it_ended, start_process
@@ -170,10 +172,10 @@ class Leader(Ranks):
         """From now on followers are expected to send nothing, and not to end."""
         self._watcher.start()
 
-    def lead(self, batch: Batch, block_size: int, token_ids: Tensor) -> None:
-        """Have all ranks compute a batch with these tokens."""
+    def lead(self, batch: Batch, block_size: int, token_ids: Tensor, scored: NDArray[np.int64]) -> None:
+        """Have all ranks compute a batch with these tokens; see `TorchExecutor.follow`."""
         self._launched_s = time.monotonic()
-        message = pickle.dumps(batch.with_used_blocks(block_size), pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps((batch.with_used_blocks(block_size), scored), pickle.HIGHEST_PROTOCOL)
         for follower in self._followers:
             follower.connection.send_bytes(message)
         self.broadcast(token_ids)
@@ -271,7 +273,7 @@ class Follower(Ranks):
     def follow(self, executor: TorchExecutor) -> NoReturn:
         """Compute this rank's part of every batch of rank 0's."""
         while True:
-            executor.follow(self._received())
+            executor.follow(*self._received())
 
     def _received(self) -> Any:
         return pickle.loads(self._inbox.get())

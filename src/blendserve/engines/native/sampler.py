@@ -30,6 +30,37 @@ NUM_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """Tokens of one request so far, and what they cost."""
+
+    token_ids: NDArray[np.int64]
+    """[num_seen] each once: of the output, and of the prompt where that counts"""
+    counts: NDArray[np.float32]
+    """[num_seen] times it is in the output"""
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What one row's logits go through, in vLLM's order, before the temperature; None for what it does not ask for.
+
+    ```
+    grammar ──▶ log probabilities ──▶ allowed, suppressed ──▶ bias ──▶ repetition, frequency, presence penalty
+    ```
+    """
+
+    grammar: NDArray[np.int32] | None = None
+    """[vocab_size / 32] bit i % 32 of word i // 32: whether token i may be chosen"""
+    allowed: NDArray[np.int32] | None = None
+    """likewise"""
+    bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+    """token ids, each once, and what to add"""
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRow:
     """What is needed to choose the next token of one request."""
 
@@ -40,6 +71,8 @@ class SamplingRow:
     """tokens generated before this one"""
     suppressed: Sequence[int] = ()
     """token ids that must not be chosen now"""
+    edits: LogitEdits | None = None
+    """None, as of most rows: there are none"""
 
 
 class Sampled(NamedTuple):
@@ -187,18 +220,112 @@ def choose(
     ops: TokenOps = TORCH_TOKEN_OPS,
 ) -> Choice:
     """Choose one token per row."""
-    wanted = [row.params.logprobs for row in rows]
-    raw = _Logprobs(logits, wanted) if any(num_top is not None for num_top in wanted) else None
+    edited = [(i, row.edits) for i, row in enumerate(rows) if row.edits is not None]
+    if edited:
+        _forbid(logits, [(i, edits.grammar) for i, edits in edited if edits.grammar is not None])
+    params = [row.params for row in rows]
+    raw = _Logprobs(logits, params) if any(p.logprobs is not None for p in params) else None
+    if edited:
+        _forbid(logits, [(i, edits.allowed) for i, edits in edited if edits.allowed is not None])
     suppressed = [(i, token_id) for i, row in enumerate(rows) for token_id in row.suppressed]
     if suppressed:
         places, banned = upload(list(np.array(suppressed, dtype=np.int64).T), logits.device)
         logits[places, banned] = -torch.inf
+    shifted = [(i, edits) for i, edits in edited if edits.bias is not None or edits.seen is not None]
+    if not shifted:
+        return Choice(*_chosen(logits, rows, ops), raw)
+    # In fp32, apart from the other rows, whose tokens must not depend on these.
+    [places] = upload([np.array([i for i, _ in shifted], np.int64)], logits.device)
+    shifted_logits = _shift(logits[places].float(), [edits for _, edits in shifted])
+    shifted_ops = ops if logits.dtype == torch.float32 else TORCH_TOKEN_OPS
+    shifted_choice = _chosen(shifted_logits, [rows[i] for i, _ in shifted], shifted_ops)
+    token_ids, is_valid = _chosen(logits, rows, ops, without=[i for i, _ in shifted])
+    for whole, part in zip((token_ids, is_valid), shifted_choice, strict=True):
+        whole[places] = part
+    return Choice(token_ids, is_valid, raw)
+
+
+def _chosen(
+    logits: Tensor,  # [num_rows, vocab_size], overwritten
+    rows: Sequence[SamplingRow],
+    ops: TokenOps,
+    without: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:  # [num_rows] int64 and bool
+    """A token of each row and whether its logits were sound; for the rows `without`, any."""
     token_ids, is_valid, maxima = ops.highest(logits)
     draws = Draws.of(rows, logits.shape[-1])
-    if draws is not None:
+    if draws is not None and without:
+        draws = draws.take(~np.isin(draws.places, without))
+    if draws is not None and len(draws.places):
         [places] = upload([draws.places], logits.device)
         token_ids[places] = ops.draw(logits, maxima, draws)
-    return Choice(token_ids, is_valid, raw)
+    return token_ids, is_valid
+
+
+def _forbid(
+    logits: Tensor,  # [num_rows, vocab_size], changed in place
+    masks: Sequence[tuple[int, NDArray[np.int32]]],
+) -> None:
+    """Forbid in some rows what is not in their masks, see `LogitEdits.grammar`."""
+    if not masks:
+        return
+    columns = (np.array([i for i, _ in masks], np.int64), np.stack([mask for _, mask in masks]))
+    places, words = upload(columns, logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_forbidden = ((words[:, :, None] >> bits) & 1).view(len(masks), -1)[:, : logits.shape[-1]] == 0
+    logits[places] = logits[places].masked_fill_(is_forbidden, -torch.inf)
+
+
+def _shift(
+    logits: Tensor,  # [num_rows, vocab_size] fp32, changed in place
+    edits: Sequence[LogitEdits],  # [num_rows]
+) -> Tensor:
+    """Add biases, then make tokens seen less likely. Source: `apply_penalties` of vLLM."""
+    bias = [(i, *row.bias) for i, row in enumerate(edits) if row.bias is not None]
+    if bias:
+        places, token_ids, values = upload(
+            (
+                np.repeat([i for i, _, _ in bias], [len(ids) for _, ids, _ in bias]).astype(np.int64),
+                np.concatenate([ids for _, ids, _ in bias]),
+                np.concatenate([values for _, _, values in bias]),
+            ),
+            logits.device,
+        )
+        logits[places, token_ids] += values
+    seen = [(i, row.seen) for i, row in enumerate(edits) if row.seen is not None]
+    if seen:
+        lengths = [len(tokens.token_ids) for _, tokens in seen]
+        penalties = [
+            (tokens.repetition_penalty, tokens.frequency_penalty, tokens.presence_penalty)
+            for _, tokens in seen
+        ]
+        places, token_ids, counts, by_row = upload(
+            (
+                np.repeat([i for i, _ in seen], lengths).astype(np.int64),
+                np.concatenate([tokens.token_ids for _, tokens in seen]),
+                np.concatenate([tokens.counts for _, tokens in seen]),
+                np.repeat(np.array(penalties, np.float32).T, lengths, axis=1),
+            ),
+            logits.device,
+        )
+        repetition, frequency, presence = by_row
+        values = logits[places, token_ids]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= frequency * counts
+        values -= presence * (counts > 0)
+        logits[places, token_ids] = values
+    return logits
+
+
+@torch.inference_mode()
+def score(
+    logits: Tensor,  # [num_rows, vocab_size]
+    token_ids: NDArray[np.int64],  # [num_rows]
+    params: Sequence[SamplingParams],  # [num_rows] all with `logprobs`
+) -> Choice:
+    """Tokens that are known, with their log probabilities."""
+    [chosen] = upload([token_ids], logits.device)
+    return Choice(chosen, torch.ones_like(chosen, dtype=torch.bool), _Logprobs(logits, params))
 
 
 def sample(
@@ -300,14 +427,27 @@ class _Logprobs:
     def __init__(
         self,
         logits: Tensor,  # [num_rows, vocab_size]
-        wanted: Sequence[int | None],  # [num_rows] alternatives to report, None for no log probabilities
+        params_of_rows: Sequence[SamplingParams],  # [num_rows]
     ) -> None:
-        self._wanted = wanted
-        self._rows = [i for i, num_top in enumerate(wanted) if num_top is not None]
+        self._rows = [i for i, p in enumerate(params_of_rows) if p.logprobs is not None]
+        params = [params_of_rows[i] for i in self._rows]
         [self._places] = upload([np.array(self._rows, dtype=np.int64)], logits.device)
         self._logprobs = logits[self._places].float().log_softmax(dim=-1)
-        num_top = max(num_top or 0 for num_top in wanted)
-        self._top, self._top_ids = self._logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
+        num_top = min(max(p.logprobs or 0 for p in params), logits.shape[-1])
+        self._top, self._top_ids = self._logprobs.topk(num_top, dim=-1)
+        self._reported = [
+            slice(num_top, num_top + len(p.logprob_token_ids)) if p.logprob_token_ids else slice(p.logprobs)
+            for p in params
+        ]
+        """columns of the alternatives that a row reports"""
+        num_labels = max(len(p.logprob_token_ids) for p in params)
+        if num_labels:
+            labels = np.zeros((len(params), num_labels), np.int64)
+            for row, p in enumerate(params):
+                labels[row, : len(p.logprob_token_ids)] = p.logprob_token_ids
+            [label_ids] = upload([labels], logits.device)
+            self._top = torch.cat([self._top, self._logprobs.gather(-1, label_ids)], dim=-1)
+            self._top_ids = torch.cat([self._top_ids, label_ids], dim=-1)
 
     def of(
         self,
@@ -325,11 +465,12 @@ class _Logprobs:
         top: Tensor,
         top_ids: Tensor,
     ) -> None:
-        """Enter those of the chosen token and of the most likely ones where the row asks for them."""
-        columns = zip(self._rows, chosen.tolist(), top.tolist(), top_ids.tolist(), strict=True)
-        for i, logprob, values, ids in columns:
-            num_top = self._wanted[i] or 0
-            alternatives = tuple(zip(ids[:num_top], values[:num_top], strict=True))
+        """Enter those of the chosen token and of the alternatives where the row asks for them."""
+        columns = zip(
+            self._rows, chosen.tolist(), top.tolist(), top_ids.tolist(), self._reported, strict=True
+        )
+        for i, logprob, values, ids, reported in columns:
+            alternatives = tuple(zip(ids[reported], values[reported], strict=True))
             result[i] = TokenLogprob(
                 token_ids[i], logprob if math.isfinite(logprob) else -math.inf, alternatives
             )

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blendserve.engines.native import triton_kernels as kernels
-from blendserve.engines.native.attention import KVShape, PagedAttention, Rows, StepLayout
+from blendserve.engines.native.attention import (
+    LLAMA_RULES,
+    AttentionRules,
+    KVShape,
+    PagedAttention,
+    Rows,
+    StepLayout,
+)
 from blendserve.engines.native.device import upload
 
 if TYPE_CHECKING:
@@ -32,11 +39,15 @@ class TritonAttention(PagedAttention):
     prefill kernel.
     """
 
-    def __init__(self, shape: KVShape, rope: tuple[Tensor, Tensor]) -> None:
-        super().__init__(shape, rope)
+    def __init__(
+        self, shape: KVShape, rope: tuple[Tensor, Tensor], rules: AttentionRules = LLAMA_RULES
+    ) -> None:
+        super().__init__(shape, rope, rules)
         self.device = self.cosine.device
-        self.cosine, self.sine = self.cosine.contiguous(), self.sine.contiguous()
-        self._heads = kernels.Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+        self._heads = kernels.Heads(
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
+            *(self.scale, self.soft_cap),
+        )
         sizes = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self.pages = [
             torch.zeros(sizes, dtype=shape.dtype, device=self.device) for _ in range(shape.num_layers)
@@ -48,7 +59,7 @@ class TritonAttention(PagedAttention):
         else:
             self.num_programs, is_hopper = PROGRAMS_IN_THE_INTERPRETER, False
         self.tma = is_hopper
-        self._prefill_rows = kernels.PREFILL_ROWS_HOPPER if is_hopper else kernels.PREFILL_ROWS
+        self._prefill_rows = self._heads.prefill_rows(is_hopper=is_hopper)
 
     @staticmethod
     def covers(shape: KVShape) -> bool:
@@ -64,36 +75,46 @@ class TritonAttention(PagedAttention):
         )
         is_decode = np.diff(layout.query_starts) == 1
         part_tokens = self._part_tokens(int(layout.context_lens[is_decode].sum()))
-        work, parts, tokens = decode_work(layout, part_tokens)
-        num_work = np.array([len(work)], np.int32)
+        windows = list(dict.fromkeys(self.windows))
+        works = [decode_work(layout, part_tokens, window) for window in windows]
         chunks = prefill_work(layout, self._prefill_rows // self._heads.group)
-        lists = (work, num_work, parts, tokens, chunks)
-        where = (layout.block_tables, layout.positions, layout.kv_slots)
-        on_device = upload((*lists, *where), self.device)
-        self._prefills, self._table, self._positions, self._kv_slots = on_device[4:]
-        work_on_device, num_work_on_device, parts_on_device, tokens_on_device = on_device[:4]
-        self._decodes = kernels.DecodeWork(
-            self._table, work_on_device, num_work_on_device, parts_on_device, tokens_on_device, len(work)
-        )
+        step = (chunks, layout.block_tables, layout.positions, layout.kv_slots)
+        lists = [
+            array
+            for work, parts, tokens in works
+            for array in (work, np.array([len(work)], np.int32), parts, tokens)
+        ]
+        on_device = upload((*step, *lists), self.device)
+        self._prefills, self._table, self._positions, self._kv_slots = on_device[:4]
+        self._decodes = {}
+        for i, window in enumerate(windows):
+            work, num_work, parts, tokens = on_device[4 * i + 4 : 4 * i + 8]
+            self._decodes[window] = kernels.DecodeWork(
+                *(self._table, work, num_work, parts, tokens),
+                num_parts=len(works[i][0]),
+                has_window=window is not None,
+            )
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `PagedAttention.store`."""
+        table = self.rope_tables[layer]
         kernels.store(
-            *(self._heads, qkv, self.cosine, self.sine, self._positions, self._kv_slots, self.pages[layer])
+            *(self._heads, qkv, self.cosine[table], self.sine[table]),
+            *(self._positions, self._kv_slots, self.pages[layer]),
         )
 
     def attend(self, layer: int, qkv: Tensor, out: Tensor | None = None, rows: Rows = "all") -> Tensor:
         """See `PagedAttention.attend`."""
         if out is None:
             out = qkv.new_empty(len(qkv), self.shape.num_heads * self.shape.head_dim)
+        window, pages = self.windows[layer], self.pages[layer]
         if len(self._prefills) and rows != "decode":
             kernels.prefill(
-                self._heads, qkv, self.pages[layer], self._table, self._prefills, out, self._prefill_rows
+                self._heads, qkv, pages, self._table, self._prefills, out, self._prefill_rows, window
             )
-        if self._decodes.num_parts and rows != "prefill":
-            kernels.decode(
-                self._heads, qkv, self.pages[layer], self._decodes, out, self.num_programs_in_step, self.tma
-            )
+        work = self._decodes[window]
+        if work.num_parts and rows != "prefill":
+            kernels.decode(self._heads, qkv, pages, work, out, self.num_programs_in_step, self.tma)
         return out
 
     def cache_tensors(self) -> list[Tensor]:
@@ -112,11 +133,15 @@ class TritonOps:
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         """See `LayerOps.add_rms_norm`."""
-        return kernels.add_rms_norm(residual, delta, norm.weight, norm.eps)
+        return kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, norm.unit_offset)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `LayerOps.silu_mul`."""
         return kernels.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps.gelu_mul`."""
+        return kernels.gelu_mul(gate_up)
 
 
 def is_interpreted() -> bool:
@@ -125,25 +150,30 @@ def is_interpreted() -> bool:
 
 
 def decode_work(
-    layout: StepLayout, part_tokens: int
+    layout: StepLayout, part_tokens: int, window: int | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Work of `triton_kernels.paged_decode`: contexts of the rows with one token, cut into parts.
 
+    With a window, that is what each context has of parts that end in it.
+
     Returns:
-        [num_parts, 5] (row, token, first key, end, part), the longest first so that no program is left with a long
-        one; [num_decodes + 1] first part of each such row; [num_decodes] its token.
+        [num_parts, 6] (row, token, first key, end, part, start of the window), the longest first so that no program is
+        left with a long one; [num_decodes + 1] first part of each such row; [num_decodes] its token.
     """
     rows = np.flatnonzero(np.diff(layout.query_starts) == 1).astype(np.int32)
     context_lens = layout.context_lens[rows]
-    num_parts = -(-context_lens // part_tokens)
+    starts = np.zeros_like(context_lens) if window is None else np.maximum(context_lens - window, 0)
+    hidden_parts = starts // part_tokens
+    num_parts = -(-context_lens // part_tokens) - hidden_parts
     parts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(num_parts, out=parts[1:])
     of_row = np.repeat(np.arange(len(rows)), num_parts)
     part = np.arange(parts[-1], dtype=np.int32)
-    first = (part - parts[of_row]) * part_tokens
+    first = (part - parts[of_row] + hidden_parts[of_row]) * part_tokens
     end = np.minimum(first + part_tokens, context_lens[of_row])
     tokens = layout.query_starts[rows]
-    work = np.stack((rows[of_row], tokens[of_row], first, end, part), axis=1).astype(np.int32)
+    columns = (rows[of_row], tokens[of_row], first, end, part, starts[of_row])
+    work = np.stack(columns, axis=1).astype(np.int32)
     return work[np.argsort(first - end, kind="stable")], parts, tokens
 
 

@@ -28,19 +28,26 @@ PREFILL_ROWS, PREFILL_ROWS_HOPPER = 64, 128
 # The stages of a loop over pages include the load of the page's number, so two tiles of keys in flight need five.
 DECODE_STAGES = 5
 PREFILL_STAGES = 3
+MAX_STAGED_BYTES = 16 << 10
+"""of a tile of keys, for loops of more than two stages: 64 tokens of heads of 128 in bfloat16"""
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """of every kernel; the default of this one differs between versions of Triton"""
 
 
 @triton.jit
 def _attend_tile(  # type: ignore[no-untyped-def]
-    q, keys, values, visible, scale_log2, highest, total, acc, MASKED: tl.constexpr
+    q, keys, values, visible, scale_log2, highest, total, acc, MASKED: tl.constexpr, CAP_LOG2: tl.constexpr
 ):
     """Add a tile of keys and values to a running softmax: (highest score, sum of weights, weighted values)."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+    if CAP_LOG2 > 0:
+        scores = CAP_LOG2 * (2.0 * tl.sigmoid(scores * (2.0 / CAP_LOG2)) - 1.0)
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
+    if MASKED:
+        # Behind a window a row may have seen nothing so far: infinities less each other would be no numbers.
+        new_highest = tl.maximum(new_highest, -1.0e30)
     rescale = tl.exp2(highest - new_highest)
     weights = tl.exp2(scores - new_highest[:, None])
     total = total * rescale + tl.sum(weights, 1)
@@ -68,12 +75,15 @@ def paged_decode(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CAP_LOG2: tl.constexpr,
 ):
     """Attention of single tokens, each over a part of its context; `combine_parts` merges the parts.
 
-    WORK [n, 5] int32: row of TABLE, token, first key (a multiple of the block size), end of the keys, part. Programs
-    share the (item, KV head) pairs, so the grid may be any size. With TMA, tiles come through the tensor memory
-    accelerator, for which PAGES is a matrix of `num_tile_rows` rows of HEAD_DIM.
+    WORK [n, 6] int32: row of TABLE, token, first key (a multiple of the block size), end of the keys, part, first key
+    of the window. Programs share the (item, KV head) pairs, so the grid may be any size. With TMA, tiles come through
+    the tensor memory accelerator, for which PAGES is a matrix of `num_tile_rows` rows of HEAD_DIM. CAP_LOG2 is the
+    soft cap of the scores in base 2, 0 for none.
     """
     if TMA:
         tiles = tl.make_tensor_descriptor(
@@ -84,13 +94,15 @@ def paged_decode(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_SIZE)
     tile = n[:, None] * HEAD_DIM + d[None, :]
     for unit in range(tl.program_id(0), tl.load(NUM_WORK) * KV_HEADS, tl.num_programs(0)):
-        item = WORK + unit // KV_HEADS * 5
+        item = WORK + unit // KV_HEADS * 6
         head = unit % KV_HEADS
         table = TABLE + tl.load(item).to(tl.int64) * table_stride
         token = tl.load(item + 1).to(tl.int64)
         first = tl.load(item + 2)
         end = tl.load(item + 3)
         part = tl.load(item + 4)
+        window_start = tl.load(item + 5)
+        first = tl.maximum(first, window_start // BLOCK_SIZE * BLOCK_SIZE)
         q = tl.load(
             QKV + token * qkv_stride + (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :],
             mask=(g < GROUP)[:, None],
@@ -110,7 +122,10 @@ def paged_decode(  # type: ignore[no-untyped-def]
                 base = PAGES + (page.to(tl.int64) * 2 * KV_HEADS + head) * BLOCK_SIZE * HEAD_DIM
                 keys = tl.load(base + tile)
                 values = tl.load(base + KV_HEADS * BLOCK_SIZE * HEAD_DIM + tile)
-            highest, total, acc = _attend_tile(q, keys, values, g, scale_log2, highest, total, acc, False)
+            visible = (start + n >= window_start)[None, :]
+            highest, total, acc = _attend_tile(
+                q, keys, values, visible, scale_log2, highest, total, acc, HAS_WINDOW, CAP_LOG2
+            )
         if whole < end:
             page = tl.load(table + whole // BLOCK_SIZE).to(tl.int64)
             base = PAGES + (page * 2 * KV_HEADS + head) * BLOCK_SIZE * HEAD_DIM
@@ -118,9 +133,9 @@ def paged_decode(  # type: ignore[no-untyped-def]
             written = (whole + n < end)[:, None]
             keys = tl.load(base + tile, mask=written, other=0.0)
             values = tl.load(base + KV_HEADS * BLOCK_SIZE * HEAD_DIM + tile, mask=written, other=0.0)
-            visible = (whole + n < end)[None, :]
+            visible = ((whole + n < end) & (whole + n >= window_start))[None, :]
             highest, total, acc = _attend_tile(
-                q, keys, values, visible, scale_log2, highest, total, acc, True
+                q, keys, values, visible, scale_log2, highest, total, acc, True, CAP_LOG2
             )
         out = (part * KV_HEADS + head) * GROUP + g
         tl.store(
@@ -183,11 +198,13 @@ def paged_prefill(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP_LOG2: tl.constexpr,
 ):
     """Causal attention of consecutive tokens over the pages of their sequence; grid (items * KV_HEADS).
 
     WORK [n, 4] int32: row of TABLE, first token, tokens (at most ROWS // GROUP), position of the first token. The query
-    heads of a KV head are rows of one tile.
+    heads of a KV head are rows of one tile. A token sees WINDOW keys, its own included, with 0 all of them.
     """
     item = WORK + tl.program_id(0) // KV_HEADS * 4
     head = tl.program_id(0) % KV_HEADS
@@ -208,13 +225,21 @@ def paged_prefill(  # type: ignore[no-untyped-def]
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    whole = (first_position + 1) // BLOCK_SIZE * BLOCK_SIZE  # up to here every token sees every key
-    for start in tl.range(0, whole, BLOCK_SIZE, num_stages=STAGES):
+    low = 0
+    unseen = tl.full([ROWS], -1, tl.int32)  # last key before each token's window
+    if WINDOW > 0:
+        low = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_SIZE * BLOCK_SIZE
+        unseen = position - WINDOW
+    whole = (first_position + 1) // BLOCK_SIZE * BLOCK_SIZE  # up to here no token's key is a later one
+    for start in tl.range(low, whole, BLOCK_SIZE, num_stages=STAGES):
         page = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         base = PAGES + (page * 2 * KV_HEADS + head) * BLOCK_SIZE * HEAD_DIM
         keys = tl.load(base + tile)
         values = tl.load(base + KV_HEADS * BLOCK_SIZE * HEAD_DIM + tile)
-        highest, total, acc = _attend_tile(q, keys, values, m, scale_log2, highest, total, acc, False)
+        visible = (start + n)[None, :] > unseen[:, None]
+        highest, total, acc = _attend_tile(
+            q, keys, values, visible, scale_log2, highest, total, acc, WINDOW > 0, CAP_LOG2
+        )
     for start in tl.range(whole, end, BLOCK_SIZE, num_stages=1):
         page = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         base = PAGES + (page * 2 * KV_HEADS + head) * BLOCK_SIZE * HEAD_DIM
@@ -222,7 +247,10 @@ def paged_prefill(  # type: ignore[no-untyped-def]
         keys = tl.load(base + tile, mask=written, other=0.0)
         values = tl.load(base + KV_HEADS * BLOCK_SIZE * HEAD_DIM + tile, mask=written, other=0.0)
         visible = (start + n)[None, :] <= position[:, None]
-        highest, total, acc = _attend_tile(q, keys, values, visible, scale_log2, highest, total, acc, True)
+        visible &= (start + n)[None, :] > unseen[:, None]
+        highest, total, acc = _attend_tile(
+            q, keys, values, visible, scale_log2, highest, total, acc, True, CAP_LOG2
+        )
     out = OUT + (first_token + token)[:, None] * out_stride + column
     tl.store(out, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=ok)
 
@@ -278,7 +306,15 @@ def rope_and_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
-    RESIDUAL, DELTA, WEIGHT, OUT, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
+    RESIDUAL,
+    DELTA,
+    WEIGHT,
+    OUT,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     """See `add_rms_norm`; grid (rows)."""
     i = tl.arange(0, BLOCK)
@@ -291,21 +327,29 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(RESIDUAL + row + i, rounded, mask=ok)
         x = rounded.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-    # Rounded before the weight is applied, as the models were trained.
     weight = tl.load(WEIGHT + i, mask=ok, other=0.0).to(tl.float32)
-    y = x.to(OUT.dtype.element_ty).to(tl.float32) * weight
-    tl.store(OUT + row + i, y.to(OUT.dtype.element_ty), mask=ok)
+    if UNIT_OFFSET:
+        weight += 1.0
+    else:  # rounded before the weight is applied, as the models were trained
+        x = x.to(OUT.dtype.element_ty).to(tl.float32)
+    tl.store(OUT + row + i, (x * weight).to(OUT.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def silu_mul_kernel(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `silu_mul`; grid (rows, blocks of a row)."""
+def gate_mul_kernel(  # type: ignore[no-untyped-def]
+    GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
+):
+    """See `silu_mul` and `gelu_mul`; grid (rows, blocks of a row)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < SIZE
     gate = tl.load(GATE_UP + row * 2 * SIZE + i, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + row * 2 * SIZE + SIZE + i, mask=ok, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    argument = gate
+    if IS_GELU:
+        argument = gate * (1.5957691216 + 0.0713548162 * gate * gate)  # 2 sqrt(2 / pi) (x + 0.044715 x^3)
+        argument = tl.maximum(argument, -80.0)  # the exponential stays finite
+    y = gate / (1.0 + tl.exp(-argument)) * up
     tl.store(OUT + row * SIZE + i, y.to(OUT.dtype.element_ty), mask=ok)
 
 
@@ -325,6 +369,10 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    scale: float | None = None
+    """factor of the scores; None: head_dim ** -0.5"""
+    soft_cap: float | None = None
+    """of the scores"""
 
     @property
     def group(self) -> int:
@@ -338,9 +386,24 @@ class Heads:
         return max(16, padded)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether a head takes twice the registers of the usual ones."""
+        return self.head_dim > 128
+
+    def prefill_rows(self, *, is_hopper: bool) -> int:
+        """(token, query head) pairs of a tile of prefill attention."""
+        return PREFILL_ROWS_HOPPER if is_hopper and not self.is_wide else PREFILL_ROWS
+
+    @property
     def scale_log2(self) -> float:
         """Factor of the scores, for softmax in base 2."""
-        return math.log2(math.e) / math.sqrt(self.head_dim)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return math.log2(math.e) * scale
+
+    @property
+    def cap_log2(self) -> float:
+        """The soft cap in base 2; 0: none."""
+        return math.log2(math.e) * (self.soft_cap or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,11 +411,12 @@ class DecodeWork:
     """What `decode` computes, on the device; see `paged_decode`."""
 
     table: Tensor  # [num_rows, max_blocks] int32
-    work: Tensor  # [num_items, 5] int32
+    work: Tensor  # [num_items, 6] int32
     num_work: Tensor  # [1] int32
     parts: Tensor  # [num_decodes + 1] int32, parts of each decoding row
     tokens: Tensor  # [num_decodes] int32, its token
     num_parts: int
+    has_window: bool = False
 
 
 def decode(
@@ -384,7 +448,9 @@ def decode(
         BLOCK_SIZE=heads.block_size,
         TMA=tma,
         STAGES=_stages(DECODE_STAGES, pages),
-        num_warps=4,
+        HAS_WINDOW=work.has_window,
+        CAP_LOG2=heads.cap_log2,
+        num_warps=8 if heads.is_wide else 4,
         **sizes,
     )
     launch(
@@ -404,8 +470,9 @@ def prefill(
     work: Tensor,  # [num_items, 4] int32, see `paged_prefill`
     out: Tensor,  # as of `decode`; rows of the items' tokens are written
     rows: int,
+    window: int | None = None,
 ) -> None:
-    """Causal attention of the tokens of chunks, in tiles of so many (token, query head) pairs."""
+    """Causal attention of the tokens of chunks, in tiles of so many (token, query head) pairs, to a window of keys."""
     launch(
         paged_prefill,
         (len(work) * heads.num_kv_heads,),
@@ -417,6 +484,8 @@ def prefill(
         BLOCK_SIZE=heads.block_size,
         ROWS=rows,
         STAGES=_stages(PREFILL_STAGES, pages),
+        WINDOW=window or 0,
+        CAP_LOG2=heads.cap_log2,
         num_warps=8,
     )
 
@@ -450,8 +519,9 @@ def add_rms_norm(
     delta: Tensor | None,  # like residual
     weight: Tensor,  # [size]
     eps: float,
+    unit_offset: bool = False,
 ) -> Tensor:  # like residual
-    """Add `delta` to `residual` in place, and normalise the sum."""
+    """Add `delta` to `residual` in place, and normalise the sum; see `model.RMSNorm`."""
     out = torch.empty_like(residual)
     size = residual.shape[-1]
     launch(
@@ -461,6 +531,7 @@ def add_rms_norm(
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         HAS_DELTA=delta is not None,
+        UNIT_OFFSET=unit_offset,
         num_warps=8,
     )
     return out
@@ -470,16 +541,28 @@ def silu_mul(
     gate_up: Tensor,  # [num_rows, 2 * size], contiguous
 ) -> Tensor:  # [num_rows, size]
     """SiLU of the first half of every row, times the second."""
+    return _gate_mul(gate_up, is_gelu=False)
+
+
+def gelu_mul(
+    gate_up: Tensor,  # [num_rows, 2 * size], contiguous
+) -> Tensor:  # [num_rows, size]
+    """GELU, in its form with tanh, of the first half of every row, times the second."""
+    return _gate_mul(gate_up, is_gelu=True)
+
+
+def _gate_mul(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     grid = (num_rows, triton.cdiv(size, 1024))
-    launch(silu_mul_kernel, grid, gate_up, out, SIZE=size, BLOCK=1024, num_warps=4)
+    launch(gate_mul_kernel, grid, gate_up, out, SIZE=size, BLOCK=1024, IS_GELU=is_gelu, num_warps=4)
     return out
 
 
 def _stages(stages: int, pages: Tensor) -> int:
-    """Four-byte elements take twice the shared memory."""
-    return stages if pages.element_size() == 2 else 2
+    """Stages of a loop over pages, of which larger tiles leave shared memory for few."""
+    tile_bytes = pages.shape[-2] * pages.shape[-1] * pages.element_size()
+    return stages if pages.element_size() == 2 and tile_bytes <= MAX_STAGED_BYTES else 2
 
 
 def _descriptor_memory(size: int, _alignment: int, _stream: int | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Takes the place of SGLang where it is started: `python -m sglang.launch_server`."""
