@@ -24,6 +24,7 @@ def make_tokenizer(
     bundled_model: ModelFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Tokenizer]:
     """The bundled tokenizer with tokens for marks."""
+    pytest.importorskip("vllm")
     from transformers import AddedToken, AutoTokenizer
 
     def make(marks: tuple[str, ...]) -> Tokenizer:

@@ -153,9 +153,9 @@ LINES: dict[str, tuple[bytes, str | None]] = {
     "content-empty": (message(content=""), None),
     "content-no-parts": (message(content=[]), INVALID),
     "content-image": (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), UNSUPPORTED),
-    "content-null-with-tool-calls": (
+    "tool-call-without-function": (
         message(role="assistant", content=None, tool_calls=[{"id": "1", "type": "function"}]),
-        UNSUPPORTED,
+        MISSING,
     ),
     "role-missing": (line(messages=[{"content": "Hi"}]), MISSING),
     "role-unknown": (message(role="robot"), INVALID),
