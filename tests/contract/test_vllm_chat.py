@@ -247,6 +247,12 @@ def test_lines_run_with_their_adapter_and_share_no_kv_with_others(
     assert "'broken'" in broken.message
     (later,) = answers(engine, prepared(tokenizer, {"model": "one", **message}, adapters=adapters))
     assert later.num_cached_tokens >= 64  # whole blocks of 32
+    (alone,) = answers(engine, prepared(tokenizer, {"model": "tiny", **message}, adapters=adapters))
+    assert alone.token_ids == base.token_ids, "an adapter of its neighbours had to do with it"
+    adapters["third"] = str(make_tiny_adapter(tmp_path / "third", seed=3))
+    (third,) = answers(engine, prepared(tokenizer, {"model": "third", **message}, adapters=adapters))
+    assert isinstance(third, Failure)
+    assert "max_loras" in third.message
 
 
 def write_tiny_idefics(path: Path, tokenizer_folder: Path) -> Path:

@@ -191,6 +191,7 @@ class VLLMEngine:
             if kv_cache_memory is None:
                 kv_cache_memory = int(CPU_KV_RATIO * _available_memory())
             _set_cpu_threads(num_threads)
+            _add_empty_adapter_slot(further)
         options = {
             "max_model_len": max_model_len,
             "block_size": block_size,
@@ -238,6 +239,11 @@ class VLLMEngine:
         # the random number of each part, and a generator on a CPU gives none back.
         self._takes_seeds = not current_platform.is_cpu() or not scheduler.enable_chunked_prefill
         self._make_params = _params_maker(detokenize=self._has_tokenizer, with_seeds=self._takes_seeds)
+        lora = config.lora_config
+        self._max_adapters = (
+            int(lora.max_loras) - 1 if lora is not None and current_platform.is_cpu() else None
+        )
+        """adapters that may be loaded, where one slot has to stay empty"""
         hardware = replace(
             cost_model.hardware,
             block_size=int(cache.block_size),
@@ -417,6 +423,11 @@ class VLLMEngine:
 
         if self._engine.vllm_config.lora_config is None:
             raise ValueError("LoRA adapters need --engine-arg enable_lora=true")
+        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
+            raise ValueError(
+                f"there is room for {self._max_adapters} adapters, and {adapter.name!r} is one more; on a CPU name "
+                "as many as the job has: --engine-arg max_loras=N"
+            )
         lora_request = LoRARequest(adapter.name, len(self._adapters) + 1, adapter.path)
         try:
             self._called(lambda: [self._engine.add_lora(lora_request)], running)
@@ -509,6 +520,17 @@ class _Sent(NamedTuple):
     request: int
     answer: ChatAnswer | None
     """how to read its answer; None: as text"""
+
+
+def _add_empty_adapter_slot(engine_args: dict[str, Any]) -> None:
+    """VLLM's kernels for adapters on a CPU give requests without one what the last slot has, so that must be empty.
+
+    They look it up by the index -1. Slots are filled from the first one on.
+    """
+    if engine_args.get("enable_lora"):
+        engine_args["max_loras"] = int(engine_args.get("max_loras") or 1) + 1
+        if engine_args.get("max_cpu_loras") is not None:
+            engine_args["max_cpu_loras"] = max(int(engine_args["max_cpu_loras"]), engine_args["max_loras"])
 
 
 def _numbers(sent: Mapping[str, _Sent]) -> list[int]:
