@@ -502,7 +502,8 @@ def _parse_row(
     if not isinstance(url, str) or url not in _HONOURED_BY_URL:
         raise RequestError(
             "invalid_url",
-            f"The url {shown(url)} is not served. Use {CHAT_URL} or {COMPLETIONS_URL}.",
+            f"The url {shown(url)} is not served. Use {CHAT_URL} or {COMPLETIONS_URL}; vLLM's own run-batch has "
+            "embeddings, scores and rerankings.",
             param="url",
         )
     values = require(envelope, "body", "Put the parameters of the request there.")

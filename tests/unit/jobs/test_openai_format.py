@@ -687,3 +687,11 @@ def test_derived_seeds_depend_on_the_job_and_the_id_but_not_on_the_place() -> No
     assert len(set(seeds.tolist())) == 3
     assert prepare_rows(*lines[1:], seed=1).requests.seeds.tolist() == seeds[1:].tolist()
     assert prepare_rows(*lines, seed=2).requests.seeds.tolist() != seeds.tolist()
+
+
+def test_embeddings_are_refused_with_the_name_of_what_has_them() -> None:
+    line = b'{"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hi"}}'
+    error = parse_line(1, line)
+    assert isinstance(error, LineError)
+    assert error.code == "invalid_url"
+    assert "run-batch has embeddings" in error.message
