@@ -14,7 +14,8 @@ from blendserve.jobs.openai_format import parameter_support, values_that_ask_for
 from blendserve.jobs.sources import CHAT_URL, COMPLETIONS_URL
 
 TARGET = Path(__file__).with_name("parameters.md")
-ENGINES: tuple[EngineName, ...] = ("native", "vllm", "openai")
+ENGINES: dict[EngineName, str] = {"native": "native", "vllm": "vllm", "openai": "openai, sglang"}
+"""with the headings of their columns"""
 HEAD = """# Parameters of a request
 
 Written by `docs/make_parameters.py` from the code; a test compares it. Bodies are those of OpenAI's
@@ -83,7 +84,7 @@ def cell(name: str, engine: EngineName) -> str:
 
 def text() -> str:
     """The page."""
-    lines = [f"| parameter | {' | '.join(ENGINES)} | |", "| --- | --- | --- | --- | --- |"]
+    lines = [f"| parameter | {' | '.join(ENGINES.values())} | |", "| --- | --- | --- | --- | --- |"]
     for name in parameter_support("native", CHAT_URL):
         neutral = ", ".join(
             f"`{orjson.dumps(value).decode()}`" for value in values_that_ask_for_nothing(name)
