@@ -111,13 +111,13 @@ class FakeOpenAI:
         try:
             await self._are_together.wait()
             await asyncio.sleep(self.latency_s)
-            fault = script[attempt] if attempt < len(script) else self.always
-            if fault is None:
-                await send(writer, 200, completion(path, request))
-            else:
-                await self.fail(writer, fault, completion(path, request))
-        finally:
+        finally:  # before the answer, upon which the next one may come at once
             self.num_in_flight -= 1
+        fault = script[attempt] if attempt < len(script) else self.always
+        if fault is None:
+            await send(writer, 200, completion(path, request))
+        else:
+            await self.fail(writer, fault, completion(path, request))
 
     async def fail(self, writer: asyncio.StreamWriter, fault: int | str, good: dict[str, Any]) -> None:
         text = json.dumps(good).encode()

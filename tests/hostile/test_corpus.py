@@ -15,6 +15,7 @@ import orjson
 import pytest
 from openai.types.shared import ErrorObject
 
+from blendserve.engines import EngineConfig
 from blendserve.errors import ConfigError
 from blendserve.jobs.openai_format import CHAT_URL, COMPLETIONS_URL, failure_line, read_rows
 from blendserve.jobs.prepare import Prepared, prepare
@@ -188,13 +189,20 @@ def tokenizer(bundled_model: Any) -> Tokenizer:
 
 @pytest.fixture
 def read(tokenizer: Tokenizer, tmp_path: Path) -> Any:
+    native = EngineConfig()
+
     def read(content: bytes | dict[str, bytes], *, name: str = "in.jsonl", **options: Any) -> Prepared:
-        """Of one file, or of several by name."""
+        """Of one file, or of several by name, for the native engine."""
         files = content if isinstance(content, dict) else {name: content}
         for file, data in files.items():
             (tmp_path / file).write_bytes(data)
         reading = {key: options.pop(key) for key in ("max_line_bytes", "column_mapping") if key in options}
-        rows = read_rows(find_sources([tmp_path / file for file in files]), **reading)
+        rows = read_rows(
+            find_sources([tmp_path / file for file in files]),
+            extra_parameters=native.extra_parameters,
+            chat_features=native.chat_features,
+            **reading,
+        )
         prepared = prepare(rows, tokenizer, served_model_name="tiny", max_model_len=MAX_MODEL_LEN, **options)
         for error in prepared.errors:
             check_error_line(failure_line(error))
