@@ -98,8 +98,12 @@ _GENERATION_DEFAULTS = {
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _ONLY_COMMAND = frozenset(
     {
-        *("engine", "tool_call_parser", "enable_auto_tool_choice", "lora_modules"),
-        *("quantization", "trust_remote_code"),
+        "enable_auto_tool_choice",
+        "engine",
+        "lora_modules",
+        "quantization",
+        "tool_call_parser",
+        "trust_remote_code",
     }
 )
 """fields of `EngineConfig` that are no options: answers are text, as in vLLM's `LLM`, adapters come with calls, and

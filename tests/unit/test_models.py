@@ -14,6 +14,14 @@ from blendserve import models
 from blendserve.errors import ModelError
 from blendserve.models import BUNDLED_MODEL, ModelSpec, check_supported, default_cache_dir, resolve_model
 
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
 LLAMA3_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -78,17 +86,8 @@ class TestModelSpec:
         assert (spec.num_kv_heads, spec.head_dim) == (32, 128)
 
     def test_what_a_config_leaves_out_is_what_transformers_has(self) -> None:
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 128,
-            "max_position_embeddings": 512,
-        }
         for model_type in ("smollm3", "gemma2", "gemma3_text"):
-            config = sizes | {"model_type": model_type}
+            config = SMALL | {"model_type": model_type, "max_position_embeddings": 512}
             tied = ModelSpec.from_config(config, name="m").params
             untied = ModelSpec.from_config(config | {"tie_word_embeddings": False}, name="m").params
             assert untied - tied == 128 * 64
@@ -118,15 +117,7 @@ class TestModelSpec:
     def test_counts_what_transformers_builds(self, config_class: str, overrides: dict[str, Any]) -> None:
         transformers = pytest.importorskip("transformers")
         torch = pytest.importorskip("torch")
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 128,
-        }
-        config = getattr(transformers, config_class)(**(sizes | overrides))
+        config = getattr(transformers, config_class)(**(SMALL | overrides))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         spec = ModelSpec.from_config(config.to_dict(), name="m")

@@ -12,6 +12,7 @@ import typer
 
 from blendserve.cli.progress import PROGRESS_HELP, ProgressMode
 from blendserve.engines import (
+    DEFAULT_MAX_CONCURRENCY,
     DEFAULT_REQUEST_TIMEOUT_S,
     AttentionBackend,
     Device,
@@ -244,7 +245,7 @@ MaxConcurrency = Annotated[
     typer.Option(
         min=1,
         help="Most requests at a server at a time; less after a 429. Default: what it says it runs, and half as many "
-        "more, else 128.",
+        f"more, else {DEFAULT_MAX_CONCURRENCY}.",
         rich_help_panel=SERVER_PANEL,
     ),
 ]

@@ -99,6 +99,8 @@ EXTRA_PARAMETERS: Mapping[EngineName, frozenset[str]] = {
     "sglang": frozenset(),
 }
 """parameters of a request that not every engine can do, by engine; to servers bodies go as they are"""
+DEFAULT_MAX_CONCURRENCY = 128
+"""requests at a server at a time where it does not say how many it runs"""
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 

@@ -32,6 +32,7 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from blendserve.cost_model import CostModel
+from blendserve.engines import DEFAULT_MAX_CONCURRENCY
 from blendserve.engines.openai_api import ApiServer, ConcurrencyLimit, GaveUp, ServerFacts, api_key
 from blendserve.engines.retry import Backoff
 from blendserve.errors import EngineDiedError, EngineError
@@ -43,7 +44,6 @@ from blendserve.scheduling.policies import PolicyName, make_policy
 from blendserve.scheduling.policy import Policy
 from blendserve.scheduling.window import Window
 
-DEFAULT_MAX_CONCURRENCY = 128
 SEQUENCES_SENT_RATIO = 1.5
 """requests sent, over those that a server says it runs at a time: as many as may end in a step must be in line"""
 MAX_OUTAGE_S = 300.0

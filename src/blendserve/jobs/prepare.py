@@ -373,9 +373,8 @@ class _TableBuilder:
         shared = params if params.seed is None else replace(params, seed=None)
         params_index = self._params.setdefault(shared, len(self._params))
         for sample in range(n):
-            if (
-                sample == 1 and shared.prompt_logprobs is not None
-            ):  # those of the first sample are those of all
+            if sample == 1 and shared.prompt_logprobs is not None:
+                # Those of the first sample are those of all.
                 others = replace(shared, prompt_logprobs=None)
                 params_index = self._params.setdefault(others, len(self._params))
             self._row_index.append(row_index)

@@ -19,6 +19,7 @@ from blendserve.engines.native.logit_rules import LogitRules, LogitState
 from blendserve.engines.native.sampler import TORCH_TOKEN_OPS, LogitEdits, SamplingRow, TokenOps, sample
 from blendserve.errors import RequestError
 from blendserve.request import Completion, Failure, SamplingParams
+from tests.drawn import check_drawn_from
 from tests.unit.native.test_executor import BLOCK_SIZE, PROMPTS, Driver, run_all, table, token_ids
 from tests.unit.native.test_sampler import VOCAB, some_logits, token_ops
 from tests.workload import COST_MODEL
@@ -136,7 +137,7 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Toke
 
 @pytest.mark.parametrize("extra", RULES, ids=str)
 def test_drawn_tokens_follow_the_changed_distribution(extra: dict[str, Any], ops: TokenOps) -> None:
-    """20,000 draws against the formulas: a chi-square below 4 standard deviations, odds of 1 in 30,000 against."""
+    """20,000 draws against the formulas."""
     logits = some_logits(1, seed=5, vocab=MODEL_VOCAB)
     prompt, output = [*range(40)], logits[0].topk(30).indices.tolist() * 2 + [1]
     state = state_of(prompt, output, **extra)
@@ -150,16 +151,7 @@ def test_drawn_tokens_follow_the_changed_distribution(extra: dict[str, Any], ops
             for i in range(chunk)
         ]
         tokens += sample(logits.expand(chunk, -1).clone(), rows, ops).token_ids
-    observed = np.bincount(tokens, minlength=MODEL_VOCAB)
-    assert not observed[target == 0].any(), "a forbidden token was drawn"
-    often = target * count >= 5
-    expected = np.append(target[often], target[~often].sum()) * count
-    found = np.append(observed[often], observed[~often].sum())
-    expected, found = expected[expected > 0], found[expected > 0]
-    degrees = len(expected) - 1
-    statistic = ((found - expected) ** 2 / expected).sum()
-    deviation = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
-    assert deviation < 4
+    check_drawn_from(target, tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -294,15 +294,19 @@ def steps_of(
     return [(step.stats.duration_s, step.stats.num_retracted) for step in run]
 
 
-@pytest.mark.parametrize("lengths", ["sampled", "known", "none"])
-def test_learning_from_many_steps_together_decides_as_learning_from_each(lengths: Any) -> None:
-    rng = np.random.default_rng(0)
+def short_and_long(rng: np.random.Generator) -> tuple[list[list[int]], Any]:
+    """Prompts and output tokens of 1,500 requests of long prompts and short outputs, and of 100 the other way round."""
     kinds = np.repeat([0, 1], [1500, 100])
     prompts = [
         [kind] * 20 + [int(t) for t in rng.integers(2, 1000, 300 if kind == 0 else 50)] for kind in kinds
     ]
     output = np.where(kinds == 1, 700, 20) * np.exp(rng.normal(0.0, 0.5, len(kinds)))
-    output_tokens = output.clip(1, 2000).astype(np.int32)
+    return prompts, output.clip(1, 2000).astype(np.int32)
+
+
+@pytest.mark.parametrize("lengths", ["sampled", "known", "none"])
+def test_learning_from_many_steps_together_decides_as_learning_from_each(lengths: Any) -> None:
+    prompts, output_tokens = short_and_long(np.random.default_rng(0))
     job = request_table(prompts, max_tokens=2000), output_tokens
     steps = steps_of(Blend, job, lengths, 20_000)
     assert steps == steps_of(Eager, job, lengths, 20_000)
@@ -329,12 +333,7 @@ def declared_lengths(kind: str, actual: Any, rng: np.random.Generator) -> Any:
 def test_wrong_declared_lengths_cost_little_against_none(kind: str) -> None:
     """Long outputs and short ones to blend, and what is declared of them is believed no further than it holds."""
     rng = np.random.default_rng(0)
-    kinds = np.repeat([0, 1], [1500, 100])
-    prompts = [
-        [kind] * 20 + [int(t) for t in rng.integers(2, 1000, 300 if kind == 0 else 50)] for kind in kinds
-    ]
-    actual = np.where(kinds == 1, 700, 20) * np.exp(rng.normal(0.0, 0.5, len(kinds)))
-    actual = actual.clip(1, 2000).astype(np.int32)
+    prompts, actual = short_and_long(rng)
     none = request_table(prompts, max_tokens=2000)
     declared = np.clip(declared_lengths(kind, actual, rng), 1, 2000).astype(np.int32)
 
