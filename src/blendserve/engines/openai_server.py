@@ -90,8 +90,8 @@ class _Run:
         )
         """[num_requests] modelled seconds"""
         self.num_open = len(requests)
-        self.tried_elsewhere: set[int] = set()
-        """requests that one server gave up"""
+        self.given_up_by: dict[int, _Lane] = {}
+        """by request; it is tried once more, and not there"""
         self.tasks: dict[asyncio.Task[Result | GaveUp], tuple[_Lane, _Share, int]] = {}
         """whose each is, those included that were taken back and have not ended yet"""
         self.rebalance_at_s = 0.0
@@ -436,7 +436,19 @@ class OpenAIServer:
         )
 
     def _distribute(self, run: _Run, ids: Ints, expected: Floats, weights: dict[_Lane, float]) -> None:
-        """Divide requests among lanes in proportion to weights, those with a common prefix together."""
+        """Divide requests among lanes in proportion to weights, those with a common prefix together.
+
+        None goes to the lane that gave it up, if there is another.
+        """
+        for lane in weights if len(weights) > 1 else ():
+            given_up = [number for number, by in run.given_up_by.items() if by is lane]
+            is_barred = np.isin(ids, given_up)
+            if is_barred.any():
+                others = {peer: max(part, LEAST_SPEED) for peer, part in weights.items() if peer is not lane}
+                self._distribute(run, ids[is_barred], expected[is_barred], others)
+                ids, expected = ids[~is_barred], expected[~is_barred]
+        if not len(ids):
+            return
         cost_model, config = run.policy.plan.cost_model, run.policy.plan.config
         in_file_order = np.argsort(ids)  # `fcfs` keeps it
         ids, expected = ids[in_file_order], expected[in_file_order]
@@ -549,7 +561,7 @@ class OpenAIServer:
                     share.tasks.pop(request).cancel()
                 for request in admitted:
                     number = int(share.ids[request])
-                    is_hasty = number not in run.tried_elsewhere and bool(self._peers(lane))
+                    is_hasty = number not in run.given_up_by and bool(self._peers(lane))
                     answer = lane.server.answer(run.requests.raw[number], is_hasty=is_hasty)
                     task = self._loop.create_task(answer)
                     run.tasks[task] = lane, share, request
@@ -570,8 +582,8 @@ class OpenAIServer:
                 continue
             outcome, number = task.result(), int(share.ids[request])
             if isinstance(outcome, GaveUp):
-                if number not in run.tried_elsewhere and (outcome.is_hasty or self._peers(lane)):
-                    run.tried_elsewhere.add(number)
+                if number not in run.given_up_by and (outcome.is_hasty or self._peers(lane)):
+                    run.given_up_by[number] = lane
                     given_up.setdefault(lane, []).append(number)
                     share.window.finish([(request, None)], run.now_s)
                     continue

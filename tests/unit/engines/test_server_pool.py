@@ -232,6 +232,19 @@ def test_one_that_never_answers_does_not_hold_up_the_job(open_pool: OpenPool) ->
     assert len(stuck.requests) <= 12, "its work goes to the other"
 
 
+def test_what_a_server_gave_up_does_not_come_back_to_it(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        openai_server, "MAX_GIVEN_UP", 100
+    )  # it never rests, so it is given requests again and again
+    # The other one is busy when the first two are given up, so that these wait there and could be moved.
+    with running(FakeOpenAI(always="slow")) as stuck, running(FakeOpenAI(latency_s=1.5)) as other:
+        results = run(open_pool(stuck, other, request_timeout_s=2.0), a_job(8))
+    assert all(isinstance(result, Completion) for result in results.values())
+    assert set(stuck.attempts.values()) == {1}
+
+
 def test_a_wrong_url_is_named_at_the_start(open_pool: OpenPool) -> None:
     with running(FakeOpenAI()) as there:
         gone = FakeOpenAI(port=9)
