@@ -133,11 +133,16 @@ class ConcurrencyLimit:
         self._pass_on()
 
     def refused(self, sent_s: float) -> None:
-        """A request sent at that time was one too many. Those sent before the last reduction say nothing new."""
+        """A request sent at that time, whose place has not been given back, was one too many.
+
+        One sent before the last reduction belongs to the same round: its place is not filled again, so that a server
+        that took 4 of 64 gets 4 at a time after that round.
+        """
         if sent_s < self._reduced_at_s:
+            self._now = max(min(self._now, self._in_flight - 1.0), 1.0)
             return
         self._reduced_at_s = time.monotonic()
-        self._now = max(min(self._now, self._in_flight + 1.0) * RATE_LIMITED_FACTOR, 1.0)
+        self._now = max(min(self._now, float(self._in_flight)) * RATE_LIMITED_FACTOR, 1.0)
         self._quick_until = self._now
 
     def restart(self) -> None:
@@ -253,7 +258,6 @@ class ApiServer:
             if outcome.is_rate_limit:
                 num_rate_limited += 1
                 delay_s = self._rate_limit_backoff.delay_s(num_rate_limited, outcome.retry_after_s)
-                self.limit.refused(sent_s)
                 pause_s = min(outcome.retry_after_s or 0.0, MAX_RATE_LIMIT_PAUSE_S)
                 self._paused_until_s = max(self._paused_until_s, time.monotonic() + pause_s)
             else:
@@ -280,6 +284,10 @@ class ApiServer:
                 await asyncio.sleep(pause_s)
             sent_s = time.monotonic()
             answer = await self._send(request)
+            outcome = completion(answer) if answer.status == 200 else self._refusal(answer)
+            if isinstance(outcome, _Retry) and outcome.is_rate_limit:
+                self.limit.refused(sent_s)
+            return sent_s, outcome
         except TimeoutError:
             message = f"The server has not answered within {self._request_timeout_s:g} s"
             failure = Failure("request_timeout", message, status_code=504)
@@ -294,7 +302,6 @@ class ApiServer:
             return sent_s, _garbage(str(error))
         finally:
             self.limit.release()
-        return sent_s, completion(answer) if answer.status == 200 else self._refusal(answer)
 
     async def _send(self, request: RawRequest) -> Answer:
         """One attempt. Requests are written to the wire one after the other, so that they arrive in order."""
