@@ -246,6 +246,13 @@ def test_vectors_of_other_machines(
         num_blocks = int(batch.block_tables.max()) + 1
         for rules in (LLAMA_RULES, RULES[2]):
             check(KVShape(1, 9, 3, 48, num_blocks, block_size, dtype), batch, "c", rules)
+    if dtype == torch.float32:
+        loaded = kernels.load_kernels(dtype)
+        assert loaded is not None
+        x, weight = torch.randn(20, 530), torch.randn(75, 530)
+        packed = loaded.pack(weight, None)
+        assert packed.weight.shape == (3, 530, 32)
+        torch.testing.assert_close(loaded.linear(packed, x), x @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
 @needs_x86

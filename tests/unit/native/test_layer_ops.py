@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.engines.native import kernels
@@ -85,3 +86,54 @@ def test_a_row_does_not_depend_on_the_others(
         alone = ops[dtype].silu_mul(x[row : row + 1])
         assert torch.equal(alone, together[row : row + 1])
         assert torch.equal(ops[dtype].add_rms_norm(alone, None, norm), normalised[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"),
+    [(960, 576), (576, 1536), (17, 5), (1, 1), (100, 513), (8, 1031)],
+)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 64, 131])
+@pytest.mark.parametrize("num_threads", [1, 2, 6])
+def test_products(
+    ops: dict[torch.dtype, kernels.Kernels],
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    num_threads: int,
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_rows, num_inputs), torch.randn(num_outputs, num_inputs)
+    bias = torch.randn(num_outputs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for some_bias in (None, bias):
+            found = ops[torch.float32].linear(ops[torch.float32].pack(weight, some_bias), x)
+            exact = F.linear(x.double(), weight.double(), None if some_bias is None else bias.double())
+            bound = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs()) * 2e-6
+            assert ((found - exact).abs() <= bound).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_products_go_where_they_are_wanted(ops: dict[torch.dtype, kernels.Kernels]) -> None:
+    """And nowhere else: the last panel of a weight is wider than its outputs."""
+    weight, x = torch.randn(21, 40), torch.randn(7, 40)
+    packed = ops[torch.float32].pack(weight.t().contiguous().t(), None)
+    around = torch.full((9, 21), 5.0)
+    found = ops[torch.float32].linear(packed, x.t().contiguous().t(), around[1:8])
+    assert found.data_ptr() == around[1].data_ptr()
+    torch.testing.assert_close(found, F.linear(x, weight), atol=1e-4, rtol=1e-4)
+    assert (around[[0, 8]] == 5.0).all()
+    assert ops[torch.float32].linear(packed, x[:0]).shape == (0, 21)
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_others(ops: dict[torch.dtype, kernels.Kernels]) -> None:
+    """Bit by bit: so an output does not change with its batch."""
+    x, weight = torch.randn(64, 700), torch.randn(90, 700)
+    x[5, 3] = torch.nan
+    packed = ops[torch.float32].pack(weight, torch.randn(90))
+    together = ops[torch.float32].linear(packed, x)
+    for first, last in ((0, 1), (3, 5), (17, 40), (63, 64)):
+        assert torch.equal(ops[torch.float32].linear(packed, x[first:last]), together[first:last])
+    assert together.isnan().any(1).nonzero().tolist() == [[5]]

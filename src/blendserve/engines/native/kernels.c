@@ -1,7 +1,7 @@
 /*
- * What the native engine computes on CPUs besides matrix products: rotary embedding + KV write, grouped-query attention
- * over a paged KV cache for prefill and decode alike, what a layer does between its products, and the choice of tokens.
- * Plain C with GCC/Clang vector extensions, so one source serves SSE, AVX2, AVX-512 and NEON.
+ * What the native engine computes on CPUs: rotary embedding + KV write, grouped-query attention over a paged KV cache
+ * for prefill and decode alike, matrix products in fp32, what a layer does between its products, and the choice of
+ * tokens. Plain C with GCC/Clang vector extensions, so one source serves SSE, AVX2, AVX-512 and NEON.
  *
  * Built once per element type and instruction set (kernels.py): by default tensors are fp32; with -DELEMENT_BF16 they
  * are bf16 in memory and fp32 in registers.
@@ -488,6 +488,171 @@ void paged_attention(const Shape *shape, const Step *step, float scale, float so
         for (int kv_head = 0; kv_head < shape->num_kv_heads; kv_head++)
             attend_item(shape, step, item, kv_head, scale, soft_cap, window, qkv, keys, values, output);
 }
+
+/* -------- matrix products -------- */
+
+#ifndef ELEMENT_BF16 /* those in bf16 are oneDNN's, where the CPU multiplies it */
+/*
+ * output = x . weight^T + bias. A weight is packed in panels of PANEL outputs, [num_panels, num_inputs, PANEL], so that
+ * one is read from front to back; where outputs end it has zeros.
+ *
+ * A tile is GROUP_ROWS rows times a panel, whose sums fill the registers as they do above. A thread takes some panels,
+ * as many at a time as half its L2 cache holds, and all rows for these: so a weight comes from memory once, and the
+ * inputs of a tile's rows stay in L1 for all panels of the block. Meanwhile it prefetches what stands in the place of
+ * each panel next: the rest of its inputs, or the next block.
+ *
+ * Inputs are summed DEPTH at a time, and then these sums, which keeps more digits than one long sum and the inputs of a
+ * tile within L1.
+ */
+#define PANEL (2 * LANES)
+#define DEPTH 512
+#define BLOCK_BYTES (128 << 10)
+#define CHUNK 8 /* inputs between prefetches */
+#define LINE 16 /* numbers in a cache line */
+
+const int32_t panel = PANEL;
+
+void pack_weight(const float *weight, /* [num_outputs, num_inputs] */
+                 float *packed, int64_t num_outputs, int64_t num_inputs, int num_threads)
+{
+    const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < num_panels; i++)
+        for (int64_t input = 0; input < num_inputs; input++)
+            for (int64_t j = 0; j < PANEL; j++) {
+                const int64_t place = i * PANEL + j;
+                packed[(i * num_inputs + input) * PANEL + j] =
+                    place < num_outputs ? weight[place * num_inputs + input] : 0.0f;
+            }
+}
+
+/* output = before + x . panel. `rows` is a constant wherever this is inlined. */
+ALWAYS_INLINE void multiply_tile(const int rows, int64_t depth,
+                                 const float *x, int64_t x_stride,           /* [rows, depth] */
+                                 const float *weight,                        /* [depth, PANEL] */
+                                 const float *before, int64_t before_stride, /* [rows, PANEL] */
+                                 float *output, int64_t output_stride,       /* likewise; may be the same */
+                                 const float *ahead, int64_t lines) /* to prefetch, `lines` of them for each CHUNK */
+{
+    vec sums[GROUP_ROWS * 2] = {{0}};
+    const float *x3 = x + 3 * x_stride; /* a second base makes for shorter addresses */
+    while (depth > 0) {
+        const int64_t count = min_long(depth, CHUNK);
+        for (int64_t line = 0; line < lines; line++)
+            __builtin_prefetch(ahead + line * LINE);
+        ahead += lines * LINE;
+#pragma GCC unroll 1 /* unrolled, -ffast-math makes trees of the sums, for which there are no registers */
+        for (int64_t i = 0; i < count; i++) {
+            const vec low = load_f32(weight), high = load_f32(weight + LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const float factor = r < 3 ? x[r * x_stride + i] : x3[(r - 3) * x_stride + i];
+                sums[r * 2] += factor * low;
+                sums[r * 2 + 1] += factor * high;
+            }
+            weight += PANEL;
+        }
+        x += count, x3 += count, depth -= count;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++)
+            store_f32(output + r * output_stride + v * LANES,
+                      sums[r * 2 + v] + load_f32(before + r * before_stride + v * LANES));
+}
+
+/* A tile of which `num_outputs` columns are wanted; `bias` starts its sums, else what `output` has. */
+static void multiply_some(int rows, int64_t num_outputs, int64_t depth, const float *x, int64_t x_stride,
+                          const float *weight, const float *bias, float *output, int64_t output_stride,
+                          const float *ahead, int64_t lines)
+{
+    float whole[GROUP_ROWS * PANEL], *to = output;
+    int64_t stride = output_stride;
+    if (num_outputs < PANEL) {
+        to = whole, stride = PANEL;
+        for (int r = 0; r < rows && !bias; r++)
+            memcpy(whole + r * PANEL, output + r * output_stride, num_outputs * sizeof(float));
+    }
+    const float *before = bias ? bias : to;
+    const int64_t before_stride = bias ? 0 : stride;
+#define MULTIPLY(rows)                                                                                                 \
+    multiply_tile(rows, depth, x, x_stride, weight, before, before_stride, to, stride, ahead, lines)
+    switch (rows) {
+        case 1: MULTIPLY(1); break;
+        case 2: MULTIPLY(2); break;
+        case 3: MULTIPLY(3); break;
+        case 4: MULTIPLY(4); break;
+        case 5: MULTIPLY(5); break;
+        case 6: MULTIPLY(6); break;
+    }
+#undef MULTIPLY
+    if (num_outputs < PANEL)
+        for (int r = 0; r < rows; r++)
+            memcpy(output + r * output_stride, whole + r * PANEL, num_outputs * sizeof(float));
+}
+
+/* How many of the threads divide the panels, so that the slowest has least to do; the others divide the rows. */
+static int64_t threads_for_panels(int64_t num_panels, int64_t num_groups, int64_t num_threads)
+{
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t threads = num_threads; threads > 0; threads--) {
+        if (num_threads % threads)
+            continue;
+        const int64_t others = num_threads / threads;
+        const int64_t most = ((num_panels + threads - 1) / threads) * ((num_groups + others - 1) / others);
+        if (most < least)
+            best = threads, least = most;
+    }
+    return best;
+}
+
+/* See above. `bias` has zeros where there is none, as many as the panels have outputs. */
+void linear(const float *x,      /* [num_rows, num_inputs] */
+            const float *packed, /* by `pack_weight` */
+            const float *bias,   /* [num_panels * PANEL] */
+            float *output,       /* [num_rows, num_outputs] */
+            int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int num_threads)
+{
+    const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL, num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    const int64_t num_depths = (num_inputs + DEPTH - 1) / DEPTH;
+    const int64_t depth = ((num_inputs + num_depths - 1) / num_depths + CHUNK - 1) / CHUNK * CHUNK;
+    const int64_t most_panels = 1 + BLOCK_BYTES / (depth * PANEL * (int64_t)sizeof(float));
+    const int64_t of_panels = threads_for_panels(num_panels, num_groups, num_threads);
+    const int64_t of_rows = num_threads / of_panels;
+
+#pragma omp parallel for schedule(static, 1) num_threads(num_threads)
+    for (int64_t part = 0; part < num_threads; part++) {
+        const int64_t column = part % of_panels, row = part / of_panels;
+        const int64_t first = num_panels * column / of_panels, last = num_panels * (column + 1) / of_panels;
+        const int64_t row0 = num_rows * row / of_rows, rows = num_rows * (row + 1) / of_rows - row0;
+        const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+        const int64_t blocks = (last - first + most_panels - 1) / most_panels;
+        for (int64_t block = 0; block < (groups ? blocks : 0); block++) {
+            const int64_t from = first + (last - first) * block / blocks;
+            const int64_t to = first + (last - first) * (block + 1) / blocks;
+            const int64_t lines = (CHUNK * PANEL / LINE + groups - 1) / groups; /* for every group to do its part */
+            for (int64_t input = 0; input < num_inputs; input += depth) {
+                const int64_t inputs = min_long(num_inputs - input, depth), share = inputs / CHUNK * lines * LINE;
+                const int is_last = input + inputs == num_inputs;
+                for (int64_t group = 0; group < groups; group++) {
+                    const int64_t top = row0 + rows * group / groups, bottom = row0 + rows * (group + 1) / groups;
+                    const int is_needed = group * share < inputs * PANEL && (!is_last || to < last);
+                    for (int64_t i = from; i < to; i++) {
+                        const float *weight = packed + (i * num_inputs + input) * PANEL;
+                        const float *next = is_last ? weight + ((to - from) * num_inputs - input) * PANEL
+                                                    : weight + inputs * PANEL;
+                        multiply_some(bottom - top, min_long(num_outputs - i * PANEL, PANEL), inputs,
+                                      x + top * num_inputs + input, num_inputs, weight,
+                                      input ? NULL : bias + i * PANEL, output + top * num_outputs + i * PANEL,
+                                      num_outputs, is_needed ? next + group * share : weight, is_needed ? lines : 0);
+                    }
+                }
+            }
+        }
+    }
+}
+#endif
 
 /* -------- layer operations -------- */
 

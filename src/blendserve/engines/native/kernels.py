@@ -90,6 +90,16 @@ class Step(ctypes.Structure):
     )
 
 
+class PackedLinear(NamedTuple):
+    """A weight as `linear` of kernels.c wants it."""
+
+    weight: Tensor
+    """[num_panels, num_inputs, panel]"""
+    bias: Tensor
+    """[num_panels * panel], zeros where there is none"""
+    num_outputs: int
+
+
 class Kernels:
     """The kernels for tensors of one dtype; implements `model.LayerOps` and `sampler.TokenOps`.
 
@@ -117,12 +127,54 @@ class Kernels:
             "argmax": [*[pointer] * 4, size, size, ctypes.c_int],
             "draw": [*[pointer] * 10, size, size, ctypes.c_int],
         }
+        if hasattr(library, "linear"):  # in fp32
+            arguments["pack_weight"] = [pointer, pointer, size, size, ctypes.c_int]
+            arguments["linear"] = [*[pointer] * 4, *[size] * 3, ctypes.c_int]
+            self._panel = ctypes.c_int32.in_dll(library, "panel").value
         for name, types in arguments.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, None
         self.rope_and_store = library.rope_and_store
         self.paged_attention = library.paged_attention
         self._library = library
+
+    def pack(
+        self,
+        weight: Tensor,  # [num_outputs, num_inputs]
+        bias: Tensor | None,  # [num_outputs]
+    ) -> PackedLinear:
+        """A weight and a bias for `linear`, in fp32."""
+        num_outputs, num_inputs = weight.shape
+        num_panels = -(-num_outputs // self._panel)
+        packed = torch.empty(num_panels, num_inputs, self._panel)
+        weight = weight.contiguous()
+        self._library.pack_weight(
+            *(weight.data_ptr(), packed.data_ptr(), *weight.shape), torch.get_num_threads()
+        )
+        padded = torch.zeros(num_panels * self._panel)
+        if bias is not None:
+            padded[:num_outputs] = bias
+        return PackedLinear(packed, padded, num_outputs)
+
+    def linear(
+        self,
+        packed: PackedLinear,
+        x: Tensor,  # [num_rows, num_inputs]
+        out: Tensor | None = None,  # [num_rows, num_outputs]
+    ) -> Tensor:  # [num_rows, num_outputs]
+        """`x @ weight.T + bias`, in `out` where that is given."""
+        num_inputs = packed.weight.shape[1]
+        x = x.contiguous()
+        assert x.shape[1:] == (num_inputs,)
+        output = x.new_empty(len(x), packed.num_outputs) if out is None else out
+        assert output.is_contiguous()
+        assert output.shape == (len(x), packed.num_outputs)
+        self._library.linear(
+            *(tensor.data_ptr() for tensor in (x, packed.weight, packed.bias, output)),
+            *(len(x), packed.num_outputs, num_inputs),
+            torch.get_num_threads(),
+        )
+        return output
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         """See `LayerOps.add_rms_norm`."""
