@@ -186,7 +186,8 @@ class Bench:
                 yield ["--engine", "sglang", "--base-url", url, *self._remote()]
 
     def _remote(self) -> list[str]:
-        return ["--model", str(self.model), "--served-model-name", BUNDLED_MODEL, *self.limits]
+        dtype = ("--dtype", "float32")
+        return ["--model", str(self.model), "--served-model-name", BUNDLED_MODEL, *dtype, *self.limits]
 
     @contextlib.contextmanager
     def _vllm(self, max_model_len: int, kv_tokens: int) -> Iterator[str]:

@@ -486,7 +486,7 @@ class EngineConfig:
 
             check_supported(files.config)
             element_bytes = dtype_bytes(self.dtype, self.device)
-        elif self.engine in ("vllm", "sglang") and self.dtype == "float32":
+        elif self.dtype == "float32":
             element_bytes = 4.0
         size, config = self.tensor_parallel_size, files.config
         if self.engine != "native" and isinstance(config.get("text_config"), dict):

@@ -53,6 +53,8 @@ class ServerFacts(NamedTuple):
     """requests that it runs at a time"""
     schedule_policy: str | None = None
     """order in which it takes its requests, as SGLang names it"""
+    max_model_len: int | None = None
+    """most tokens of a request"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,12 +385,16 @@ class ApiServer:
                 f"{self.base_url} refuses the key with {answer.status_code}; "
                 "name the environment variable that holds a valid one with --api-key-env"
             )
-        software = _software(_json(answer.content))
+        models = _json(answer.content)
+        facts = await self._facts(_software(models))
+        return facts._replace(max_model_len=_count(_first_model(models).get("max_model_len")) or None)
+
+    async def _facts(self, software: Software | None) -> ServerFacts:
         if software == "vllm":
             return vllm_facts((await self._get("/metrics")).decode(errors="replace"))
         if software == "sglang":
-            facts = _json(await self._get("/server_info")) or _json(await self._get("/get_server_info"))
-            return sglang_facts(facts)
+            info = _json(await self._get("/server_info")) or _json(await self._get("/get_server_info"))
+            return sglang_facts(info)
         if software == "llamacpp":
             return llamacpp_facts(_json(await self._get("/props")))
         return ServerFacts()
@@ -509,10 +515,13 @@ def llamacpp_facts(props: Any) -> ServerFacts:
 
 def _software(models: Any) -> Software | None:
     """What a server is, as its /models says."""
-    listed = models.get("data") if isinstance(models, dict) else None
-    first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-    owner = first.get("owned_by")
+    owner = _first_model(models).get("owned_by")
     return owner if owner in ("vllm", "sglang", "llamacpp") else None
+
+
+def _first_model(models: Any) -> dict[str, Any]:
+    listed = models.get("data") if isinstance(models, dict) else None
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
 
 
 def _json(content: bytes) -> Any:

@@ -258,7 +258,7 @@ class OpenAIServer:
             more, or else 128.
         request_timeout_s: until an answer must be complete.
         kv_capacity_tokens: of each server; None: what it says, or else what the cost model says.
-        max_model_len: of the servers' model, for planning.
+        max_model_len: of the servers' model, for planning; less if one of them says so.
         backoff: between attempts.
         max_outage_s: how long all servers may be away.
         grace_s: how long one may be away before others take its requests.
@@ -289,7 +289,6 @@ class OpenAIServer:
     ) -> None:
         self.name = name
         self.cost_model = cost_model
-        self.max_model_len = max_model_len
         self._max_outage_s, self._grace_s = max_outage_s, grace_s
         self.flushes_cache = flushes_cache
         self._process = process
@@ -335,6 +334,9 @@ class OpenAIServer:
             fields = {"base_url": lane.server.base_url, **lane.facts._asdict()}
             _log.info("server_found", extra={"fields": fields})
         self.kv_capacity_tokens = sum(lane.kv_capacity_tokens for lane in self._lanes)
+        self.max_model_len = min(
+            max_model_len, *(lane.facts.max_model_len or max_model_len for lane in self._lanes)
+        )
 
     def run(self, requests: RequestTable, policy: Policy) -> Iterator[StepOutput]:
         """Run all requests; see `Engine.run`. A step ends with one or more answers, or after `MAX_TICK_S`.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.engines import EngineConfig
+from blendserve.engines import EngineConfig, EngineName
 from blendserve.errors import ConfigError, ModelError
 from blendserve.models import ModelFiles, resolve_model
 
@@ -65,6 +65,17 @@ def test_devices_that_run_a_model_together_add_up() -> None:
     assert float(four.memory_s(100, 100)) == pytest.approx(float(one.memory_s(100, 100)) / 2)
     modelled = EngineConfig(engine="simulated", tensor_parallel_size=4).cost_model(files)
     assert modelled.hardware.name == "4 x a100-80g-paper"
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm", "sglang", "openai", "simulated"])
+def test_keys_and_values_have_the_size_of_the_dtype(engine: EngineName) -> None:
+    """A profile measured in float32 says nothing about a simulation with half the bytes."""
+    files = ModelFiles("tiny", None, CONFIG)
+    wide, narrow = (
+        EngineConfig(engine=engine, dtype=dtype).cost_model(files).model for dtype in ("float32", "bfloat16")
+    )
+    assert wide.bytes_per_kv_element == 2 * narrow.bytes_per_kv_element == 4
+    assert wide.bytes_per_weight == 2 * narrow.bytes_per_weight == 4
 
 
 def test_ranks_on_a_cpu_divide_it() -> None:

@@ -483,6 +483,13 @@ def test_the_memory_of_a_server_is_what_it_says(
         assert open_server(server.base_url, kv_capacity_tokens=77).kv_capacity_tokens == 77
 
 
+def test_the_longest_sequence_is_what_the_server_says(open_server: OpenServer) -> None:
+    pages = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 24}]}, "/metrics": ""}
+    with running(FakeOpenAI(pages=pages)) as server, running(FakeOpenAI()) as other:
+        assert open_server(server.base_url).max_model_len == 24
+        assert open_server(other.base_url).max_model_len > 24
+
+
 def test_a_server_with_an_order_of_its_own_is_warned_of(open_server: OpenServer) -> None:
     pages = {
         "/v1/models": {"data": [{"owned_by": "sglang"}]},
