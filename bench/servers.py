@@ -1,7 +1,7 @@
 """Policies on servers of vLLM and SGLang over HTTP, and on our native engine: measured, and as their profiles say.
 
     python bench/servers.py --vllm-python P --sglang-python P [--engines vllm,sglang,native] [--rounds 3]
-        [--policies fcfs,dfs,longest-first-dfs,blend] [--out RUNS.jsonl]
+        [--policies fcfs,dfs,longest-first-dfs,blend] [--parts profile,runs] [--out RUNS.jsonl]
 
 For each engine `blendserve profile` measures it first, on a server with room for long prompts. Then `blendserve run`
 does one shuffled file of `bench/engines.py`, its mix `many`, under each policy in turn, on a server whose KV cache does
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -271,7 +272,7 @@ def table(name: str, runs: list[dict[str, Any]], predictions: list[dict[str, Any
     }
     rows = []
     for policy, of_it in by_policy.items():
-        said = predicted[policy]
+        said = predicted.get(policy, {"engine_s": math.nan, "num_steps": math.nan})
         row = {
             "engine": name,
             "policy": policy,
@@ -301,12 +302,14 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(NAMES))
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--mix", default="many")
+    parser.add_argument("--parts", default="profile,runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-python")
     parser.add_argument("--sglang-python")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     names, policies = arguments.engines.split(","), arguments.policies.split(",")
+    parts = arguments.parts.split(",")
     out = arguments.out or Path(tempfile.mkdtemp()) / "runs.jsonl"
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
@@ -321,7 +324,7 @@ def main() -> None:
         bench = Bench(MIXES[arguments.mix], Path(folder), pythons)
         for name in names:
             profile = out.with_name(f"{out.stem}-{name}.json")
-            if not profile.exists():
+            if "profile" in parts and not profile.exists():
                 error = bench.profile(name, profile)
                 note({"kind": "profile", "engine": name, "mean_error_ratio": error})
             here = [row for row in done if row["engine"] == name]
@@ -332,7 +335,7 @@ def main() -> None:
                 for policy in (policies if round_ % 2 == 0 else policies[::-1])
                 if (policy, round_) not in ran
             ]
-            if wanted:
+            if wanted and "runs" in parts:
                 with bench.server(name, max_model_len=MAX_MODEL_LEN, kv_tokens=bench.kv_tokens) as options:
                     bench.run(bench.warm_up, "fcfs", options)
                     for policy, round_ in wanted:
@@ -340,7 +343,7 @@ def main() -> None:
                         note({"kind": "run", "engine": name, "policy": policy, "round": round_, **facts})
             said = {row["policy"] for row in here if row["kind"] == "prediction"}
             for policy in policies:
-                if policy not in said:
+                if "profile" in parts and policy not in said:
                     prediction = bench.predict(name, policy, profile)
                     note({"kind": "prediction", "engine": name, "policy": policy, **prediction})
     print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}; {bench.mix}")
