@@ -165,6 +165,7 @@ class Kernels:
         """`x @ weight.T + bias`, in `out` where that is given."""
         num_inputs = packed.weight.shape[1]
         x = x.contiguous()
+        assert x.dtype == torch.float32
         assert x.shape[1:] == (num_inputs,)
         output = x.new_empty(len(x), packed.num_outputs) if out is None else out
         assert output.is_contiguous()
