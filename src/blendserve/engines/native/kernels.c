@@ -498,8 +498,8 @@ void paged_attention(const Shape *shape, const Step *step, float scale, float so
  *
  * A tile is GROUP_ROWS rows times a panel, whose sums fill the registers as they do above. A thread takes some panels,
  * as many at a time as its L2 cache holds beside other things, and all rows for these: so a weight comes from memory
- * once, and the inputs of a tile's rows stay in L1 for all panels of the block. Meanwhile it prefetches what stands in the place of
- * each panel next: the rest of its inputs, or the next block.
+ * once, and the inputs of a tile's rows stay in L1 for all panels of the block. Meanwhile it prefetches what stands in
+ * the place of each panel next: the rest of its inputs, or the next block.
  *
  * Inputs are summed DEPTH at a time, and then these sums, which keeps more digits than one long sum and the inputs of a
  * tile within L1.
